@@ -1,0 +1,1 @@
+"""Feature managers: one file for each concern, with its flags, rules and patches."""

@@ -1,0 +1,120 @@
+"""Runs the features' hooks around Megatron's argument parsing and validation."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+from megatron_cp_ext.errors import UsageError, flatten, raise_all
+from megatron_cp_ext.features.registry import all_features
+from megatron_cp_ext.patching import Feature, PatchManager
+from megatron_cp_ext.patching.patch import wrap
+
+ARGUMENTS = "megatron.training.arguments"
+
+
+class Session:
+    """The features of one process and the patches they have put in place.
+
+    Args:
+        features: the features, in the order their hooks run.
+    """
+
+    def __init__(self, features: list[Feature]) -> None:
+        self.features = features
+        self.manager = PatchManager(f"megatron-core {_megatron_version()}")
+
+    def install(self) -> None:
+        """Wrap Megatron's argument parsing and validation, and nothing else."""
+        register = functools.partial(wrap, owner="adaptor")
+        self.manager.register(
+            register(
+                f"{ARGUMENTS}:parse_args",
+                self._parse_args,
+                parameters=("extra_args_provider", "ignore_unknown_args"),
+            )
+        )
+        self.manager.register(
+            register(
+                f"{ARGUMENTS}:validate_args", self._validate_args, parameters=("args", "defaults")
+            )
+        )
+        self.manager.register(
+            register(
+                "megatron.training.yaml_arguments:validate_yaml",
+                self._validate_args,
+                parameters=("args", "defaults"),
+            )
+        )
+        self.manager.apply()
+
+    def _parse_args(
+        self,
+        original: Callable[..., argparse.Namespace],
+        extra_args_provider: Callable[[Any], Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> argparse.Namespace:
+        ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+
+        def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            for feature in self.features:
+                feature.register_args(parser)
+                feature.register_args(ours)
+            return parser
+
+        parsed = original(provider, *args, **kwargs)
+        # --yaml-cfg throws the parsed options away; ours come back at their defaults.
+        for name, default in vars(ours.parse_args([])).items():
+            if not hasattr(parsed, name):
+                setattr(parsed, name, default)
+        return parsed
+
+    def _validate_args(
+        self,
+        original: Callable[..., Any],
+        args: argparse.Namespace,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
+        for feature in self.features:
+            feature.pre_validate_args(args)
+        for feature in self.features:
+            feature.register_early_patches(self.manager, args)
+        self.manager.apply()
+
+        result = original(args, *rest, **kwargs)
+
+        errors: list[UsageError] = []
+        for feature in self.features:
+            try:
+                feature.validate_args(args)
+            except UsageError as error:
+                errors.extend(flatten(error))
+        raise_all(errors)
+        for feature in self.features:
+            feature.post_validate_args(args)
+        for feature in self.features:
+            feature.register_patches(self.manager, args)
+        self.manager.apply()
+        return result
+
+
+def _megatron_version() -> str:
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+@functools.cache
+def install() -> Session:
+    """Hook the features into Megatron once per process; return the session that did it."""
+    session = Session(all_features())
+    session.install()
+    return session
