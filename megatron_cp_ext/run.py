@@ -1,0 +1,68 @@
+"""Runs a Megatron training script with the plugin in place.
+
+    torchrun --nproc-per-node N -m megatron_cp_ext.run [script.py] ARGS
+
+With a script, it runs as if it had been started directly: its folder is first on the module
+search path, so a Megatron-LM checkout uses its own `megatron` package. Without one, the packaged
+GPT pre-training runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+
+import megatron_cp_ext
+from megatron_cp_ext.errors import UsageError
+
+PACKAGED = "megatron_cp_ext.megatron.pretrain_gpt"
+
+
+def find_script(arguments: list[str]) -> Path | None:
+    """The script that `arguments` start with, or None.
+
+    Raises:
+        UsageError: it does not exist.
+    """
+    if not arguments or arguments[0].startswith("-") or not arguments[0].endswith(".py"):
+        return None
+    script = Path(arguments[0])
+    if not script.is_file():
+        raise UsageError(
+            option="script",
+            value=script,
+            reason="there is no such file",
+            remedy="give the path of a training script, or none for the packaged GPT pre-training",
+        )
+    return script
+
+
+def search_from(folder: Path) -> None:
+    """Make `folder` the first place where modules are looked for, as for a script inside it."""
+    if sys.flags.safe_path:  # python -P: sys.path[0] is not the working directory
+        sys.path.insert(0, str(folder))
+    else:
+        sys.path[0] = str(folder)
+    if importlib.util.find_spec("megatron_cp_ext") is None:
+        sys.path.append(str(Path(megatron_cp_ext.__file__).parents[1]))
+
+
+def main() -> None:
+    """Install the plugin, then run the script named on the command line, or the packaged one."""
+    script = find_script(sys.argv[1:])
+    if script is not None:
+        search_from(script.resolve().parent)
+        sys.argv = sys.argv[1:]
+
+    import megatron_cp_ext.adaptor  # noqa: F401  # imports megatron, so it needs the path above
+
+    if script is None:
+        runpy.run_module(PACKAGED, run_name="__main__")
+    else:
+        runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
