@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+import types
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_cp_ext.patching.names import Name, find_names
 from megatron_cp_ext.patching.patch import (
-    ABSENT,
     Patch,
     PatchError,
     Target,
     bind_wrapper,
+    copy_function,
 )
 
 
@@ -26,17 +28,70 @@ class AppliedPatch:
 
 
 @dataclass
-class _Application:
-    """One target as it stands now, with all its patches, and how to restore it."""
+class _Site:
+    """One patched object.
+
+    Args:
+        target: the object as it was before any patch.
+        installed: what stands in its place now; the object itself while there is no patch.
+        patches: its patches, in the order they were declared.
+        names: its other module-level names, which now stand for `installed`.
+    """
 
     target: Target
-    patches: list[Patch]
     installed: Any
-    rebound: list[tuple[Any, str]] = field(default_factory=list)
+    patches: list[Patch] = field(default_factory=list)
+    names: list[Name] = field(default_factory=list)
+
+    def serves(self, target: Target) -> bool:
+        """Whether a patch of `target` changes the object of this site."""
+        if target.parent is self.target.parent and target.attribute == self.target.attribute:
+            return True
+        return (
+            target.copied_by_import
+            and self.target.copied_by_import
+            and (target.value is self.target.value or target.value is self.installed)
+        )
+
+    def encloses(self, target: Target) -> bool:
+        """Whether `target` is a part of the object of this site, as a method of its class."""
+        return any(step is self.target.value or step is self.installed for step in target.path)
+
+    @property
+    def searchable(self) -> bool:
+        """Whether every name bound to `installed` means this site's object.
+
+        Not so for a replacement that is not a function, such as a class: it is installed
+        itself, and its own name in the module that defines it must stay.
+        """
+        return self.target.copied_by_import and all(
+            self.installed is not patch.function for patch in self.patches
+        )
+
+    def current_names(self, found: dict[int, list[Name]]) -> list[Name]:
+        """The module-level names that stand for `installed`.
+
+        Args:
+            found: names by `id`, searched for the searchable sites.
+        """
+        if self.searchable:
+            return found[id(self.installed)]
+        return [name for name in self.names if name.holds(self.installed)]
+
+    def put(self) -> None:
+        """Make the target hold what this site says; without a patch, what it held at first."""
+        if self.patches:
+            self.target.set(self.installed)
+        else:
+            self.target.restore()
 
 
 class PatchManager:
     """Collects patches, applies them together, and can take all of them back.
+
+    A patch of `a:f` changes every module-level name of the object `f`, also those in other
+    modules. Names inside classes, containers and closures are not searched, nor are copies of
+    plain values such as True or 1, which cannot be told from one another.
 
     Args:
         version: what the targets belong to, for example `"megatron-core 0.19.2"`; every
@@ -46,7 +101,7 @@ class PatchManager:
     def __init__(self, version: str = "the installed version") -> None:
         self.version = version
         self._declared: list[Patch] = []
-        self._applied: dict[str, _Application] = {}
+        self._sites: list[_Site] = []
 
     def register(self, patch: Patch) -> None:
         """Declare a patch. Declaring an equal patch again changes nothing.
@@ -56,110 +111,123 @@ class PatchManager:
         """
         if patch in self._declared:
             return
-        if patch.kind == "replace":
-            for other in self._declared:
-                if other.target == patch.target and other.kind == "replace":
-                    raise PatchError(
-                        f"features {other.owner} and {patch.owner} both replace "
-                        f"{patch.target} of {self.version}; one of them must be turned off"
-                    )
+        self._refuse_second_replacement(
+            [other for other in self._declared if other.target == patch.target], patch
+        )
         self._declared.append(patch)
 
     def apply(self) -> None:
         """Put every declared patch in place. Applying again changes nothing.
 
-        All targets are resolved and checked before the first one is changed, so an error
-        leaves everything as it was.
+        All targets are resolved and checked before the first one is changed, and when one
+        cannot be changed the others are taken back, so an error leaves everything as it was.
 
         Raises:
-            PatchError: a target is missing or has another signature.
+            PatchError: a target is missing, has another signature, cannot be wrapped or
+                changed, or is replaced twice, be it under two names.
         """
-        by_target: dict[str, list[Patch]] = {}
-        for patch in self._declared:
-            by_target.setdefault(patch.target, []).append(patch)
-
-        pending: list[tuple[Target, list[Patch]]] = []
-        for name, patches in by_target.items():
-            applied = self._applied.get(name)
-            if applied is not None and applied.patches == patches:
-                continue
-            target = applied.target if applied else Target.resolve(name, version=self.version)
-            for patch in patches:
-                target.check_parameters(patch, version=self.version)
-            pending.append((target, patches))
-
-        swaps: dict[int, tuple[Any, _Application]] = {}
-        for target, patches in pending:
-            before = self._applied.get(target.name)
-            old = before.installed if before else target.underlying
-            application = self._install(target, patches)
-            application.rebound = before.rebound if before else []
-            self._applied[target.name] = application
-            swaps[id(old)] = (old, application)
-        _rebind(swaps)
+        sites = self._plan()
+        moves = [(old, new) for old, new in sites if old.patches != new.patches]
+        for _, new in moves:
+            new.installed = self._build(new)
+        self._put(moves)
+        found = find_names(old.installed for old, _ in moves if old.searchable)
+        for old, new in moves:
+            new.names = old.current_names(found)
+            for name in new.names:
+                name.bind(new.installed)
+        self._sites = [new for _, new in sites]
 
     def undo(self) -> None:
-        """Restore every target and every rebound name, and forget the declarations."""
-        for application in reversed(self._applied.values()):
-            target = application.target
-            for holder, attribute in application.rebound:
-                if vars(holder).get(attribute) is application.installed:
-                    setattr(holder, attribute, target.underlying)
-            if target.raw is ABSENT:
-                delattr(target.parent, target.attribute)
-            else:
-                setattr(target.parent, target.attribute, target.raw)
-        self._applied.clear()
+        """Restore every target and every other name of it, and forget the declarations.
+
+        Names in modules imported while the patches were in place are restored as well, except
+        those of a replacement that is not a function, such as a class.
+        """
+        for site in reversed(self._sites):
+            site.target.restore()
+        found = find_names(site.installed for site in self._sites if site.searchable)
+        for site in self._sites:
+            for name in site.current_names(found):
+                name.bind(site.target.value)
+        self._sites.clear()
         self._declared.clear()
 
     def applied(self) -> list[AppliedPatch]:
         """All patches now in place, in the order they were declared."""
         return [
-            AppliedPatch(
-                patch.target,
-                patch.kind,
-                patch.owner,
-                tuple(
-                    f"{holder.__name__}:{attribute}" for holder, attribute in application.rebound
-                ),
-            )
-            for application in self._applied.values()
-            for patch in application.patches
+            AppliedPatch(patch.target, patch.kind, patch.owner, tuple(map(str, site.names)))
+            for patch in self._declared
+            for site in self._sites
+            if patch in site.patches
         ]
 
-    def _install(self, target: Target, patches: list[Patch]) -> _Application:
-        """Build the replacement and its wrappers, first declared innermost, and set it."""
-        installed = target.underlying
-        for patch in patches:
+    def _plan(self) -> list[tuple[_Site, _Site]]:
+        """Every site as it is and as the declared patches want it, all of them checked."""
+        sites = [(site, _Site(site.target, site.installed, [], site.names)) for site in self._sites]
+        by_name = {patch.target: new for old, new in sites for patch in old.patches}
+        for patch in self._declared:
+            if patch.target not in by_name:
+                target = Target.resolve(patch.target, version=self.version)
+                known = [new for _, new in sites if new.serves(target)]
+                if not known:
+                    known = [_Site(target, target.value)]
+                    sites.append((_Site(target, target.value), known[0]))
+                by_name[patch.target] = known[0]
+            site = by_name[patch.target]
+            site.target.check(patch, version=self.version)
+            self._refuse_second_replacement(site.patches, patch)
+            site.patches.append(patch)
+
+        for _, outer in sites:
+            for _, inner in sites:
+                if outer.encloses(inner.target):
+                    raise PatchError(
+                        f"feature {inner.patches[0].owner} patches {inner.target.name} of "
+                        f"{self.version}, a part of {outer.target.name}, which feature "
+                        f"{outer.patches[0].owner} patches as a whole"
+                    )
+        return sites
+
+    def _refuse_second_replacement(self, others: Sequence[Patch], patch: Patch) -> None:
+        for other in others:
+            if other.kind == patch.kind == "replace":
+                same = "" if other.target == patch.target else f" (also known as {other.target})"
+                raise PatchError(
+                    f"features {other.owner} and {patch.owner} both replace "
+                    f"{patch.target}{same} of {self.version}; one of them must be turned off"
+                )
+
+    def _build(self, site: _Site) -> Any:
+        """The replacement inside its wrappers, the first declared innermost."""
+        result = site.target.value
+        for patch in site.patches:
             if patch.kind == "replace":
-                installed = patch.function
-        for patch in patches:
-            if patch.kind == "wrap":
-                installed = bind_wrapper(installed, patch.function)
-        setattr(target.parent, target.attribute, target.rewrap(installed))
-        return _Application(target, patches, installed)
+                result = patch.function
+                if site.target.copied_by_import and isinstance(result, types.FunctionType):
+                    result = copy_function(result)
+        for patch in site.patches:
+            if patch.kind == "replace":
+                continue
+            if isinstance(result, type) or not callable(result):
+                what = "a class; wrap a method of it" if callable(result) else "not callable"
+                raise PatchError(
+                    f"feature {patch.owner} cannot wrap {patch.target} of {self.version}: it is "
+                    f"{what}"
+                )
+            result = bind_wrapper(result, patch.function)
+        return result
 
-
-def _rebind(swaps: dict[int, tuple[Any, _Application]]) -> None:
-    """Give modules that hold an old object under any name the new one.
-
-    `from x import y` copies a reference, so changing `x.y` alone leaves the copy behind.
-    Only module namespaces are searched, through `vars()`, which triggers no lazy import.
-    """
-    if not swaps:
-        return
-    for module in list(sys.modules.values()):
+    def _put(self, moves: Sequence[tuple[_Site, _Site]]) -> None:
+        """Change all targets, or none."""
+        done: list[_Site] = []
         try:
-            namespace = vars(module)
-        except TypeError:
-            continue
-        for attribute, value in list(namespace.items()):
-            swap = swaps.get(id(value))
-            if swap is None or swap[0] is not value:
-                continue
-            application = swap[1]
-            if module is application.target.parent:
-                continue
-            namespace[attribute] = application.installed
-            if (module, attribute) not in application.rebound:
-                application.rebound.append((module, attribute))
+            for old, new in moves:
+                new.put()
+                done.append(old)
+        except (AttributeError, TypeError) as error:
+            for old in reversed(done):
+                old.put()
+            raise PatchError(
+                f"patch target {new.target.name} of {self.version} cannot be changed: {error}"
+            ) from error
