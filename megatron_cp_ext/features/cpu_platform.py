@@ -8,6 +8,7 @@ import torch
 
 from megatron_cp_ext.errors import UsageError
 from megatron_cp_ext.megatron import cpu
+from megatron_cp_ext.megatron.cpu import startup
 from megatron_cp_ext.patching import Feature, PatchManager
 
 PLATFORMS = ("auto", "cpu", "cuda", "npu")
@@ -60,6 +61,10 @@ class CpuPlatformFeature(Feature):
     """Runs `megatron.training` on gloo ranks without CUDA, Transformer Engine or Apex."""
 
     name = "cpu-platform"
+
+    def before_import(self) -> None:
+        if resolve_platform("auto") == "cpu":
+            startup.import_megatron_uncompiled()
 
     def register_args(self, parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title="context parallelism: platform")

@@ -29,6 +29,8 @@ class Session:
 
     def install(self) -> None:
         """Wrap Megatron's argument parsing and validation, and nothing else."""
+        for feature in self.features:
+            feature.before_import()
         register = functools.partial(wrap, owner="adaptor")
         self.manager.register(
             register(

@@ -120,38 +120,38 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     """The data set configuration that the command line describes."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences = args.per_dataset_sequences_path
-    settings = dict(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        tokenizer=build_tokenizer(args),
+    settings = {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "tokenizer": build_tokenizer(args),
         # which data
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        sequences_per_dataset=json.loads(Path(sequences).read_text()) if sequences else None,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "split": args.split,
+        "multiple_validation_sets": args.multiple_validation_sets,
+        "full_validation": args.full_validation,
+        "sequences_per_dataset": json.loads(Path(sequences).read_text()) if sequences else None,
         # what a sample holds
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
-        inter_document_masking=args.dataloader_inter_document_masking,
+        "create_attention_mask": args.create_attention_mask_in_dataloader,
+        "reset_position_ids": args.reset_position_ids,
+        "reset_attention_mask": args.reset_attention_mask,
+        "eod_mask_loss": args.eod_mask_loss,
+        "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
+        "inter_document_masking": args.dataloader_inter_document_masking,
         # how it will be divided
-        context_parallel_size=args.context_parallel_size,
-        data_parallel_size=args.data_parallel_size,
-        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
-        hybrid_context_parallel=args.hybrid_context_parallel,
+        "context_parallel_size": args.context_parallel_size,
+        "data_parallel_size": args.data_parallel_size,
+        "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
+        "hybrid_context_parallel": args.hybrid_context_parallel,
         # how it is read
-        path_to_cache=args.data_cache_path,
-        object_storage_cache_path=args.object_storage_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        fast_cache_load=args.dataloader_fast_cache_load,
-        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
-    )
+        "path_to_cache": args.data_cache_path,
+        "object_storage_cache_path": args.object_storage_cache_path,
+        "mmap_bin_files": args.mmap_bin_files,
+        "num_dataset_builder_threads": args.num_dataset_builder_threads,
+        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
+        "fast_cache_load": args.dataloader_fast_cache_load,
+        "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
+    }
     if not args.fim_data:
         return GPTDatasetConfig(**settings)
     token_names = ("prefix", "middle", "suffix", "pad", "eod")
@@ -285,17 +285,18 @@ def packed_sequences(batch: Batch, seq_length: int) -> PackedSeqParams | None:
 
 
 def compute_loss(
-    loss_mask: torch.Tensor, losses: torch.Tensor
+    loss_mask: torch.Tensor | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum the masked token losses of a micro batch.
 
     Args:
-        loss_mask: [b, s], 1 where a token counts.
+        loss_mask: [b, s], 1 where a token counts; on the last pipeline stage never None.
         losses: [b, s], cross entropy of every token.
 
     Returns:
         The sum, the number of tokens in it, and both together for reporting.
     """
+    assert loss_mask is not None, "only the last pipeline stage has losses"
     args = get_args()
     mask = loss_mask.flatten().float()
     loss = torch.dot(losses.flatten().float(), mask)

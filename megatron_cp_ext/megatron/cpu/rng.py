@@ -69,7 +69,11 @@ def fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 def load_with_own_generator(
     original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """`DataLoader.__init__`: draw worker seeds from a generator that nothing else uses."""
+    """`DataLoader.__init__`: draw worker seeds from a generator that nothing else uses.
+
+    Pinned memory is left out as well: torch would warn on every rank that it has none.
+    """
+    kwargs["pin_memory"] = False
     if kwargs.get("generator") is None:
         kwargs["generator"] = torch.Generator().manual_seed(torch.initial_seed())
     original(loader, *args, **kwargs)
