@@ -1,0 +1,187 @@
+"""`context_parallel_attention`: attention over a sequence that several ranks share."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from megatron_cp_ext.algorithms import ALGORITHMS, AttentionCall
+from megatron_cp_ext.errors import UsageError
+from megatron_cp_ext.groups import ContextParallelGroups
+from megatron_cp_ext.kernels import KernelOptions, select_kernel
+from megatron_cp_ext.kernels.interface import Shapes
+from megatron_cp_ext.layout import SequenceLayout
+from megatron_cp_ext.mask import AttentionMask
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    algorithm: str,
+    groups: ContextParallelGroups,
+    layout: SequenceLayout,
+    mask: AttentionMask,
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    deterministic: bool = False,
+    kernel: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend this rank's queries to the keys of the whole sequence.
+
+    Collective over `groups.cp`: every rank calls it with its own shard and otherwise equal
+    arguments, and runs the backward pass too.
+
+    Args:
+        query: `[s_local, b, heads, d]`.
+        key: `[s_local, b, kv_heads, d]`, where kv_heads divides heads.
+        value: `[s_local, b, kv_heads, dv]`.
+        algorithm: `"ring"`, `"ulysses"`, `"hybrid"` or `"kvallgather"`.
+        groups: who exchanges what.
+        layout: which positions each rank holds.
+        mask: what may attend to what.
+        softmax_scale: factor on query-key products; None for 1 / sqrt(d).
+        sink: `[heads]`, a logit for each query head that is added to the denominator only
+            (StreamingLLM, arXiv:2309.17453). Its gradient on each rank covers the rank's share.
+        dropout_p: probability of dropping an attention weight.
+        dropout_seed: seed of the drops, the same on every rank; required with dropout.
+        deterministic: whether two equal calls must give bitwise equal results.
+        kernel: name of a kernel, or `"auto"`.
+        return_lse: also return the log-sum-exp of the scaled scores, sink included.
+
+    Returns:
+        `[s_local, b, heads, dv]` in the query's dtype; with `return_lse` also `[b, heads,
+        s_local]` in fp32 (fp64 for fp64), not differentiable.
+
+    Raises:
+        UsageError: a ValueError, on every rank alike and before any communication, if the
+            arguments do not fit together or the combination is not supported.
+    """
+    _check_shapes(query, key, value, sink=sink, groups=groups, layout=layout, mask=mask)
+    if algorithm not in ALGORITHMS:
+        raise UsageError(
+            option="algorithm",
+            value=algorithm,
+            reason="there is no such algorithm",
+            remedy=f"use one of {', '.join(ALGORITHMS)}",
+        )
+    options = _kernel_options(
+        softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(query.size(-1)),
+        dropout_p,
+        dropout_seed,
+        deterministic=deterministic,
+    )
+    shapes = Shapes(query.device.type, query.dtype, query.size(-1), value.size(-1))
+    call = AttentionCall(
+        layout=layout,
+        mask=mask,
+        kernel=select_kernel(kernel, shapes, options),
+        options=options,
+        groups=groups,
+        return_lse=return_lse,
+    )
+    chosen = ALGORITHMS[algorithm]
+    chosen.check(call, query.size(2), key.size(2))
+    out, lse = chosen.attend(query, key, value, sink=sink, call=call)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
+
+
+def _kernel_options(
+    softmax_scale: float, dropout_p: float, dropout_seed: int | None, *, deterministic: bool
+) -> KernelOptions:
+    if not 0.0 <= dropout_p < 1.0:
+        raise UsageError(
+            option="dropout_p",
+            value=dropout_p,
+            reason="it is a probability of dropping, below 1",
+            remedy="use a value from 0 up to, but not including, 1",
+        )
+    if dropout_p > 0.0 and dropout_seed is None:
+        raise UsageError(
+            option="dropout_seed",
+            value=None,
+            reason="all ranks must drop by the same seed, and no one else can choose it",
+            remedy="pass an integer that is equal on every rank and new at every call",
+        )
+    return KernelOptions(
+        softmax_scale=softmax_scale,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed or 0,
+        deterministic=deterministic,
+    )
+
+
+def _check_shapes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    sink: Tensor | None,
+    groups: ContextParallelGroups,
+    layout: SequenceLayout,
+    mask: AttentionMask,
+) -> None:
+    """Raise UsageError unless tensors, layout, mask and groups fit together."""
+    if layout.cp_size != groups.cp.size:
+        raise UsageError(
+            option="layout",
+            value=f"{layout.cp_size} ranks",
+            reason=f"the context-parallel group has {groups.cp.size}",
+            remedy="make the layout for the group's size",
+        )
+    expected = layout.local_length(groups.cp.rank)
+    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+    problem, remedy = None, "pass [s_local, b, heads, dim] for each"
+    if not query.dim() == key.dim() == value.dim() == 4:
+        problem = "they must have four dimensions"
+    elif not query.size(0) == key.size(0) == value.size(0) == expected:
+        problem = f"rank {groups.cp.rank} holds {expected} tokens of {layout.seq_len}"
+        remedy = "pass this rank's shard, as layout.shard cuts it"
+    elif not query.size(1) == key.size(1) == value.size(1):
+        problem = "their batch sizes differ"
+    elif key.size(2) != value.size(2) or query.size(2) % key.size(2):
+        problem = "query heads must be a multiple of KV heads, which key and value share"
+    elif query.size(3) != key.size(3):
+        problem = "query and key heads must have the same size"
+    elif not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+        problem = f"dtypes {query.dtype}, {key.dtype}, {value.dtype} must be one floating dtype"
+        remedy = "cast them"
+    elif sink is not None and list(sink.shape) != [query.size(2)]:
+        problem = f"the sink has shape {list(sink.shape)}"
+        remedy = f"pass one logit for each query head, [{query.size(2)}]"
+    if problem is not None:
+        raise UsageError(option="query, key, value", value=shapes, reason=problem, remedy=remedy)
+    _check_mask(mask, layout, query.size(1))
+
+
+def _check_mask(mask: AttentionMask, layout: SequenceLayout, batch: int) -> None:
+    for sample in mask.samples or (mask,):
+        if sample.pairs is not None and sample.pairs.size(-1) != layout.seq_len:
+            raise UsageError(
+                option="mask",
+                value=list(sample.pairs.shape),
+                reason=f"the sequence has {layout.seq_len} tokens",
+                remedy="pass the mask of the whole sequence on every rank",
+            )
+        if sample.spans and sample.spans[-1].stop > layout.seq_len:
+            raise UsageError(
+                option="mask",
+                value=f"documents up to position {sample.spans[-1].stop}",
+                reason=f"the sequence has {layout.seq_len} tokens",
+                remedy="end the documents within the sequence",
+            )
+    if mask.samples is not None and len(mask.samples) != batch:
+        raise UsageError(
+            option="mask",
+            value=f"{len(mask.samples)} samples",
+            reason=f"the batch has {batch}",
+            remedy="pass one mask for each sample",
+        )

@@ -1,0 +1,125 @@
+"""Torch's flash attention for CPUs: blocked, no S x S memory, fp32, bf16, fp16 and fp64.
+
+Its limits, and what is done about them: it knows full, top-left causal and additively masked
+blocks, so bands are recut (`tiling.py`); rows that see nothing come back with lse = 0, so they
+are set right here; value and query dims must be equal, so the smaller is padded with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_cp_ext.kernels.interface import AttentionKernel, KernelOptions, Shapes
+from megatron_cp_ext.kernels.tiling import cut_bands, is_top_left_causal, join_full_tiles
+from megatron_cp_ext.mask import Tile
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MASKED_ROWS = 512  # rows of a block with an explicit mask: bounds the mask's memory
+
+
+class AtenCpuKernel(AttentionKernel):
+    """FlashAttention-2 for CPUs inside torch."""
+
+    name = "aten_cpu"
+
+    def refuses(self, shapes: Shapes, options: KernelOptions) -> str | None:
+        """Other devices, odd dtypes, and dropout."""
+        if shapes.device != "cpu":
+            return f"it runs on CPU tensors, and these are on {shapes.device}"
+        if shapes.dtype not in _DTYPES:
+            return f"it has no {shapes.dtype}"
+        if options.dropout_p > 0:
+            return "it has no dropout"
+        return None
+
+    def prepare(self, tiles: Sequence[Tile]) -> Sequence[Tile]:
+        """Full, top-left causal and small masked tiles."""
+        return join_full_tiles(list(cut_bands(tiles, block=_MASKED_ROWS)))
+
+    def tile_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, tile: Tile, options: KernelOptions
+    ) -> tuple[Tensor, Tensor]:
+        """See the contract in `interface.py`."""
+        causal, bias, blind = _mask_of(tile, query)
+        v_dim = value.size(-1)
+        q, k, v = _same_dim(query, key, value)
+        out, lse = _flash(
+            _heads_first(q),
+            _heads_first(k),
+            _heads_first(v),
+            0.0,
+            causal,
+            attn_mask=bias,
+            scale=options.softmax_scale,
+        )
+        if blind is not None:
+            lse = lse.masked_fill(blind, -torch.inf)
+            out = out.masked_fill(blind.unsqueeze(-1), 0.0)
+        return out.permute(2, 0, 1, 3)[..., :v_dim], lse
+
+    def tile_backward(
+        self,
+        dout: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        out: Tensor,
+        lse: Tensor,
+        tile: Tile,
+        options: KernelOptions,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See the contract in `interface.py`."""
+        causal, bias, _ = _mask_of(tile, query)
+        qk_dim, v_dim = query.size(-1), value.size(-1)
+        q, k, v, do, o = _same_dim(query, key, value, dout, out)
+        gradients = _flash_backward(
+            _heads_first(do),
+            _heads_first(q),
+            _heads_first(k),
+            _heads_first(v),
+            _heads_first(o),
+            lse.nan_to_num(neginf=0.0),  # exp(-inf - 0) = 0 where a row sees nothing
+            0.0,
+            causal,
+            attn_mask=bias,
+            scale=options.softmax_scale,
+        )
+        dq, dk, dv = (gradient.permute(2, 0, 1, 3) for gradient in gradients)
+        return dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim]
+
+
+def _mask_of(tile: Tile, query: Tensor) -> tuple[bool, Tensor | None, Tensor | None]:
+    """(is_causal, additive mask, rows that see nothing `[b or 1, 1, q]`) of a prepared tile."""
+    if tile.is_full:
+        return False, None, None
+    if is_top_left_causal(tile):
+        return True, None, None
+    allowed = tile.allowed(query.device)
+    bias = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
+    bias.masked_fill_(~allowed, -torch.inf)
+    blind = ~allowed.any(dim=-1)
+    if not blind.any():
+        return False, bias, None
+    return False, bias, blind if blind.dim() == 3 else blind[None, None]
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    """View `[s, b, h, d]` as `[b, h, s, d]`."""
+    return tensor.permute(1, 2, 0, 3)
+
+
+def _same_dim(*tensors: Tensor) -> list[Tensor]:
+    """Pad the last dimension with zeros up to the largest; zeros change no product."""
+    size = max(tensor.size(-1) for tensor in tensors)
+    return [
+        tensor
+        if tensor.size(-1) == size
+        else torch.nn.functional.pad(tensor, (0, size - tensor.size(-1)))
+        for tensor in tensors
+    ]

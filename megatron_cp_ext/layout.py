@@ -1,0 +1,204 @@
+"""Which global token positions each context-parallel rank holds.
+
+`SequenceLayout` is the one coordinate of this package: batch slices, position embeddings,
+attention masks, labels and the reassembly of outputs all derive from it.
+
+Zigzag over 4 ranks, 8 chunks. Each rank pairs an early chunk with its mirror image, so that
+under a causal mask every rank has the same number of query-key pairs to compute:
+
+    chunk   0 1 2 3 4 5 6 7
+    rank    0 1 2 3 3 2 1 0
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_cp_ext.errors import UsageError
+
+
+class Run(NamedTuple):
+    """Consecutive positions `start, ..., stop - 1`."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+def merge_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Join each run to the next one where the next starts where it stops."""
+    merged: list[Run] = []
+    for run in runs:
+        if merged and merged[-1].stop == run.start:
+            merged[-1] = Run(merged[-1].start, run.stop)
+        elif run.length:
+            merged.append(run)
+    return tuple(merged)
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Assignment of a sequence's positions to ranks.
+
+    Args:
+        seq_len: tokens of the whole sequence.
+        shards: for each rank the runs of global positions it holds, in local order. Every
+            position belongs to exactly one rank.
+    """
+
+    seq_len: int
+    shards: tuple[tuple[Run, ...], ...]
+
+    def __post_init__(self) -> None:
+        covered = merge_runs(sorted(itertools.chain.from_iterable(self.shards)))
+        assert covered == (Run(0, self.seq_len),), f"positions missing or held twice: {covered}"
+
+    @classmethod
+    def zigzag(cls, seq_len: int, cp_size: int) -> SequenceLayout:
+        """Rank r of n holds chunks r and 2n-1-r of 2n: Megatron's own slicing.
+
+        Raises:
+            UsageError: seq_len is not a multiple of 2 * cp_size.
+        """
+        _require_multiple(seq_len, cp_size, parts=2 * cp_size if cp_size > 1 else 1)
+        return cls(seq_len, _zigzag_shards(Run(0, seq_len), cp_size))
+
+    @classmethod
+    def contiguous(cls, seq_len: int, cp_size: int) -> SequenceLayout:
+        """Rank r of n holds the r-th of n equal parts.
+
+        Raises:
+            UsageError: seq_len is not a multiple of cp_size.
+        """
+        _require_multiple(seq_len, cp_size, parts=cp_size)
+        part = seq_len // cp_size
+        return cls(seq_len, tuple((Run(r * part, (r + 1) * part),) for r in range(cp_size)))
+
+    @classmethod
+    def zigzag_documents(cls, cu_seqlens: Sequence[int], cp_size: int) -> SequenceLayout:
+        """Each document of a packed sequence is laid out in a zigzag of its own.
+
+        Under a causal mask within documents every rank then has the same work, whatever the
+        lengths are; a zigzag over the whole sequence cannot promise that.
+
+        Args:
+            cu_seqlens: document boundaries, `[documents + 1]`, from 0 to the sequence length.
+            cp_size: number of ranks.
+
+        Raises:
+            UsageError: a document's length is not a multiple of 2 * cp_size.
+        """
+        documents = [Run(int(a), int(b)) for a, b in itertools.pairwise(cu_seqlens)]
+        for document in documents:
+            _require_multiple(document.length, cp_size, parts=2 * cp_size if cp_size > 1 else 1)
+        shards: list[list[Run]] = [[] for _ in range(cp_size)]
+        for document in documents:
+            for shard, runs in zip(shards, _zigzag_shards(document, cp_size), strict=True):
+                shard.extend(runs)
+        return cls(int(cu_seqlens[-1]), tuple(merge_runs(shard) for shard in shards))
+
+    @property
+    def cp_size(self) -> int:
+        """Number of ranks."""
+        return len(self.shards)
+
+    def local_length(self, rank: int) -> int:
+        """Number of tokens `rank` holds."""
+        return sum(run.length for run in self.shards[rank])
+
+    def positions(self, rank: int) -> Tensor:
+        """Global positions that `rank` holds, in local order: LongTensor `[local tokens]`."""
+        return torch.cat([torch.arange(run.start, run.stop) for run in self.shards[rank]])
+
+    def shard(self, tensor: Tensor, rank: int, dim: int = 0) -> Tensor:
+        """The slice of a whole-sequence tensor that `rank` holds."""
+        assert tensor.size(dim) == self.seq_len, (tensor.shape, dim, self.seq_len)
+        return torch.cat([tensor.narrow(dim, r.start, r.length) for r in self.shards[rank]], dim)
+
+    def unshard(self, shards: Sequence[Tensor], dim: int = 0) -> Tensor:
+        """Put the ranks' slices back together: the inverse of `shard`."""
+        shape = list(shards[0].shape)
+        shape[dim] = self.seq_len
+        whole = shards[0].new_empty(shape)
+        for tensor, runs in zip(shards, self.shards, strict=True):
+            copy_runs_to(whole, tensor, runs, dim)
+        return whole
+
+    def grouped(self, degree: int) -> SequenceLayout:
+        """The layout over groups of `degree` neighbouring ranks, each in ascending order.
+
+        This is what an all-to-all inside each group leaves: group g of a zigzag over n ranks
+        holds exactly what rank g of a zigzag over n / degree ranks would hold.
+        """
+        assert self.cp_size % degree == 0, (self.cp_size, degree)
+        return _grouped(self, degree)
+
+
+@functools.lru_cache(maxsize=64)
+def _grouped(layout: SequenceLayout, degree: int) -> SequenceLayout:
+    groups = itertools.batched(layout.shards, degree)
+    shards = tuple(merge_runs(sorted(itertools.chain.from_iterable(g))) for g in groups)
+    return SequenceLayout(layout.seq_len, shards)
+
+
+def copy_runs_to(whole: Tensor, local: Tensor, runs: Sequence[Run], dim: int = 0) -> None:
+    """Write a local tensor's rows to their positions in `whole`, whose origin is position 0."""
+    offset = 0
+    for run in runs:
+        whole.narrow(dim, run.start, run.length).copy_(local.narrow(dim, offset, run.length))
+        offset += run.length
+
+
+def local_runs(outer: Sequence[Run], inner: Sequence[Run]) -> tuple[Run, ...]:
+    """Where the positions `inner` lie within a tensor that holds the positions `outer`.
+
+    Every run of `inner` must lie within one run of `outer`, which must be merged and ascending.
+    """
+    found: list[Run] = []
+    for run in inner:
+        offset = 0
+        for holder in outer:
+            if holder.start <= run.start and run.stop <= holder.stop:
+                start = offset + run.start - holder.start
+                found.append(Run(start, start + run.length))
+                break
+            offset += holder.length
+        else:
+            raise AssertionError(f"{run} is not part of {outer}")
+    return tuple(found)
+
+
+def _zigzag_shards(span: Run, cp_size: int) -> tuple[tuple[Run, ...], ...]:
+    if cp_size == 1:
+        return ((span,),)
+    chunk = span.length // (2 * cp_size)
+
+    def run(index: int) -> Run:
+        return Run(span.start + index * chunk, span.start + (index + 1) * chunk)
+
+    return tuple(merge_runs((run(r), run(2 * cp_size - 1 - r))) for r in range(cp_size))
+
+
+def _require_multiple(length: int, cp_size: int, *, parts: int) -> None:
+    if cp_size < 1:
+        raise UsageError(
+            option="cp_size", value=cp_size, reason="it must be at least 1", remedy="use 1 or more"
+        )
+    if length < parts or length % parts:
+        nearest = max(1, round(length / parts)) * parts
+        raise UsageError(
+            option="sequence length",
+            value=length,
+            reason=f"{cp_size} context-parallel ranks cut it into {parts} equal parts",
+            remedy=f"use a multiple of {parts}, for example {nearest}",
+        )

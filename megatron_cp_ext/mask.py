@@ -1,0 +1,316 @@
+"""What may attend to what, in global positions, and how that becomes work for a kernel.
+
+A mask is cut into tiles: rectangles of one shard's queries against one shard's keys, each full
+or limited by a diagonal band. A causal mask over a zigzag of two ranks, queries of rank 0
+(chunks 0 and 3) against keys of rank 1 (chunks 1 and 2), has a single tile, because chunk 0
+sees neither chunk and chunk 3 sees both in full:
+
+                keys 1   keys 2
+    queries 0     .        .
+    queries 3     #        #
+
+Bands have one meaning everywhere: query position q sees key position k if
+`lo <= k - q <= hi`; None means unlimited. Causal is hi = 0.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_cp_ext.errors import UsageError
+from megatron_cp_ext.layout import Run
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """A rectangle of query-key pairs, of which those inside the band attend.
+
+    Args:
+        q_rows: rows of the query shard.
+        k_rows: rows of the key shard.
+        q_pos: global position of the first query row; positions ascend by one from there.
+        k_pos: global position of the first key row.
+        lo: smallest `k - q` that attends, None where the tile's edge is the limit.
+        hi: largest `k - q` that attends, None where the tile's edge is the limit.
+        dense: bool `[q, k]` or `[b, 1, q, k]`, True = may attend; None for a pure band.
+        batch: samples the tile applies to; None for all.
+    """
+
+    q_rows: Run
+    k_rows: Run
+    q_pos: int
+    k_pos: int
+    lo: int | None = None
+    hi: int | None = None
+    dense: Tensor | None = None
+    batch: Run | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every pair of the rectangle attends."""
+        return self.lo is None and self.hi is None and self.dense is None
+
+    def allowed(self, device: torch.device | None = None) -> Tensor:
+        """Which pairs attend: bool `[q, k]`, or `[b, 1, q, k]` for a dense mask with a batch."""
+        q = torch.arange(self.q_pos, self.q_pos + self.q_rows.length, device=device)
+        k = torch.arange(self.k_pos, self.k_pos + self.k_rows.length, device=device)
+        return band_allows(q, k, self.lo, self.hi, dense=self.dense)
+
+    def part(self, q: Run, k: Run) -> Tile:
+        """The sub-rectangle of rows `q` and columns `k`, counted from the tile's own corner.
+
+        Sides of the band that no longer cut anything are dropped.
+        """
+        q_pos, k_pos = self.q_pos + q.start, self.k_pos + k.start
+        return Tile(
+            q_rows=Run(self.q_rows.start + q.start, self.q_rows.start + q.stop),
+            k_rows=Run(self.k_rows.start + k.start, self.k_rows.start + k.stop),
+            q_pos=q_pos,
+            k_pos=k_pos,
+            lo=None if self.lo is None or k_pos - (q_pos + q.length - 1) >= self.lo else self.lo,
+            hi=None if self.hi is None or k_pos + k.length - 1 - q_pos <= self.hi else self.hi,
+            dense=None
+            if self.dense is None
+            else self.dense[..., q.start : q.stop, k.start : k.stop],
+            batch=self.batch,
+        )
+
+
+def band_allows(
+    q_positions: Tensor,
+    k_positions: Tensor,
+    lo: int | None,
+    hi: int | None,
+    *,
+    dense: Tensor | None = None,
+) -> Tensor:
+    """Which pairs lie inside a band: bool `[q, k]`, combined with `dense` where given."""
+    difference = k_positions[None, :] - q_positions[:, None]
+    allowed = torch.ones_like(difference, dtype=torch.bool)
+    if lo is not None:
+        allowed &= difference >= lo
+    if hi is not None:
+        allowed &= difference <= hi
+    return allowed if dense is None else allowed & dense.to(allowed.device)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMask:
+    """Which query positions may attend to which key positions of one sequence.
+
+    Use the constructors `causal`, `full`, `documents` and `dense`.
+
+    Args:
+        lo: smallest `k - q` that attends; None for unlimited.
+        hi: largest `k - q` that attends; None for unlimited, 0 for causal.
+        spans: documents as ascending, disjoint runs of positions; a query sees keys of its own
+            document only, and positions in no document see nothing. None for one document.
+        pairs: bool tensor `[s, s]` or `[b, 1, s, s]`, True = may attend; None for none.
+        samples: one mask for each sample of the batch, in place of all of the above.
+    """
+
+    lo: int | None = None
+    hi: int | None = None
+    spans: tuple[Run, ...] | None = None
+    pairs: Tensor | None = None
+    samples: tuple[AttentionMask, ...] | None = None
+
+    @classmethod
+    def causal(cls, window: Window | None = None) -> AttentionMask:
+        """A query sees itself and what came before, at most `window[0]` positions back."""
+        return cls(*_band(window, causal=True))
+
+    @classmethod
+    def full(cls, window: Window | None = None) -> AttentionMask:
+        """A query sees everything, or what lies within `window = (left, right)` of it."""
+        return cls(*_band(window, causal=False))
+
+    @classmethod
+    def documents(
+        cls,
+        cu_seqlens: Sequence[int] | Tensor,
+        causal: bool = True,
+        window: Window | None = None,
+        *,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> AttentionMask:
+        """Block diagonal over packed documents.
+
+        Args:
+            cu_seqlens: document boundaries, `[documents + 1]`, ascending from 0. Positions
+                from the last boundary on are padding: they see nothing and nothing sees them.
+            causal: whether a query sees only what came before it in its document.
+            window: `(left, right)` limits within the document, None for unlimited.
+            lengths: real tokens of each document, where the rest up to the next boundary is
+                padding; None if there is none.
+
+        Raises:
+            UsageError: the boundaries do not ascend from 0, or a length exceeds its document.
+        """
+        bounds = _integers(cu_seqlens)
+        if len(bounds) < 2 or bounds[0] != 0 or any(a > b for a, b in itertools.pairwise(bounds)):
+            raise UsageError(
+                option="cu_seqlens",
+                value=_shorten(bounds),
+                reason="document boundaries must ascend from 0",
+                remedy="pass cumulative lengths such as [0, 5, 12, 16]",
+            )
+        sizes = (
+            [b - a for a, b in itertools.pairwise(bounds)]
+            if lengths is None
+            else _integers(lengths)
+        )
+        if len(sizes) != len(bounds) - 1 or any(
+            not 0 <= size <= b - a
+            for size, (a, b) in zip(sizes, itertools.pairwise(bounds), strict=False)
+        ):
+            raise UsageError(
+                option="lengths",
+                value=_shorten(sizes),
+                reason="each document has one length, at most its padded size",
+                remedy=f"pass {len(bounds) - 1} lengths that fit {_shorten(bounds)}",
+            )
+        spans = tuple(
+            Run(start, start + size) for start, size in zip(bounds, sizes, strict=False) if size > 0
+        )
+        return cls(*_band(window, causal=causal), spans=spans)
+
+    @classmethod
+    def dense(cls, pairs: Tensor) -> AttentionMask:
+        """An arbitrary mask.
+
+        Args:
+            pairs: bool `[s, s]` or `[b, 1, s, s]`, True = may attend.
+
+        Raises:
+            UsageError: another dtype or shape.
+        """
+        square = pairs.dim() in (2, 4) and pairs.size(-1) == pairs.size(-2)
+        if pairs.dtype != torch.bool or not square or (pairs.dim() == 4 and pairs.size(1) != 1):
+            raise UsageError(
+                option="dense mask",
+                value=f"{pairs.dtype} {list(pairs.shape)}",
+                reason="it must be bool and [s, s] or [b, 1, s, s], True = may attend",
+                remedy="convert it, for example `additive_mask == 0`",
+            )
+        return cls(pairs=pairs)
+
+    @classmethod
+    def per_sample(cls, masks: Sequence[AttentionMask]) -> AttentionMask:
+        """A mask of its own for each sample of the batch; equal ones are joined."""
+        if all(mask == masks[0] for mask in masks):
+            return masks[0]
+        return cls(samples=tuple(masks))
+
+    def tiles(self, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
+        """Cut the mask into tiles for one shard's queries against one shard's keys.
+
+        Args:
+            q_runs: global positions of the query rows, in local order.
+            k_runs: global positions of the key rows, in local order.
+
+        Returns:
+            Tiles that together hold exactly the attending pairs, each of them once.
+        """
+        if self.samples is not None:
+            return tuple(
+                replace(tile, batch=Run(index, index + 1))
+                for index, mask in enumerate(self.samples)
+                for tile in mask.tiles(q_runs, k_runs)
+            )
+        found: list[Tile] = []
+        q_offset = 0
+        for q_run in q_runs:
+            k_offset = 0
+            for k_run in k_runs:
+                for q, k in self._blocks(q_run, k_run):
+                    tile = self._clip(q, k, q_offset - q_run.start, k_offset - k_run.start)
+                    if tile is not None:
+                        found.append(tile)
+                k_offset += k_run.length
+            q_offset += q_run.length
+        return tuple(found)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttentionMask) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        """What makes two masks equal; dense tensors are compared by identity."""
+        pairs = None if self.pairs is None else id(self.pairs)
+        return self.lo, self.hi, self.spans, pairs, self.samples
+
+    def _blocks(self, q_run: Run, k_run: Run) -> Iterator[tuple[Run, Run]]:
+        """Pairs of sub-runs that lie in the same document."""
+        if self.spans is None:
+            yield q_run, k_run
+            return
+        overlap = Run(max(q_run.start, 0), q_run.stop)
+        first = bisect.bisect_right(self.spans, overlap.start, key=lambda span: span.stop)
+        for span in itertools.islice(self.spans, first, None):
+            if span.start >= q_run.stop:
+                return
+            q, k = _intersect(span, q_run), _intersect(span, k_run)
+            if q.length > 0 and k.length > 0:
+                yield q, k
+
+    def _clip(self, q: Run, k: Run, q_shift: int, k_shift: int) -> Tile | None:
+        """The tile of positions `q` x `k`, without rows and columns outside the band."""
+        if self.hi is not None:
+            q = Run(max(q.start, k.start - self.hi), q.stop)
+            k = Run(k.start, min(k.stop, q.stop + self.hi))
+        if self.lo is not None:
+            q = Run(q.start, min(q.stop, k.stop - self.lo))
+            k = Run(max(k.start, q.start + self.lo), k.stop)
+        if q.length <= 0 or k.length <= 0:
+            return None
+        whole = Tile(
+            q_rows=Run(q.start + q_shift, q.stop + q_shift),
+            k_rows=Run(k.start + k_shift, k.stop + k_shift),
+            q_pos=q.start,
+            k_pos=k.start,
+            lo=self.lo,
+            hi=self.hi,
+            dense=None
+            if self.pairs is None
+            else self.pairs[..., q.start : q.stop, k.start : k.stop],
+        )
+        return whole.part(Run(0, q.length), Run(0, k.length))
+
+
+def _intersect(a: Run, b: Run) -> Run:
+    return Run(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _band(window: Window | None, *, causal: bool) -> Window:
+    left, right = window if window is not None else (None, None)
+    for side, value in (("left", left), ("right", right)):
+        if value is not None and value < 0:
+            raise UsageError(
+                option="window",
+                value=window,
+                reason=f"the {side} limit counts positions and cannot be negative",
+                remedy="use 0 or more, or None for unlimited",
+            )
+    lo = None if left is None else -left
+    hi = 0 if causal else right
+    return lo, hi
+
+
+def _integers(values: Sequence[int] | Tensor) -> list[int]:
+    return values.tolist() if isinstance(values, Tensor) else [int(value) for value in values]
+
+
+def _shorten(values: Sequence[int]) -> str:
+    shown = ", ".join(str(value) for value in values[:8])
+    return f"[{shown}{', ...' if len(values) > 8 else ''}]"
