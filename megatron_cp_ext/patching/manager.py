@@ -50,12 +50,12 @@ class _Site:
         return (
             target.copied_by_import
             and self.target.copied_by_import
-            and (target.value is self.target.value or target.value is self.installed)
+            and target.value is self.installed
         )
 
     def encloses(self, target: Target) -> bool:
         """Whether `target` is a part of the object of this site, as a method of its class."""
-        return any(step is self.target.value or step is self.installed for step in target.path)
+        return any(step is self.installed for step in target.path)
 
     @property
     def searchable(self) -> bool:

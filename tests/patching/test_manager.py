@@ -112,7 +112,8 @@ def test_patches_are_listed_in_the_order_they_were_declared(pipes, make_module, 
     ]
 
 
-def test_applying_twice_changes_nothing(pipes, manager) -> None:
+def test_applying_twice_changes_nothing(pipes, make_module, manager) -> None:
+    make_module("users_managed", "from pipes_managed import flow as stream")
     patch = tagged("once")
     manager.register(patch)
     manager.register(replace("pipes_managed:drain", lambda: "dry", owner="a"))
@@ -123,6 +124,7 @@ def test_applying_twice_changes_nothing(pipes, manager) -> None:
     assert pipes.flow(1) == ["once", 1]
     assert all(vars(pipes)[name] is value for name, value in installed.items())
     assert manager.applied() == listing
+    assert listing[0].rebound == ("users_managed:stream",)
 
 
 def test_patches_declared_after_an_apply_join_those_in_place(pipes, manager) -> None:
@@ -202,6 +204,16 @@ def test_a_patch_inside_a_replaced_class_is_refused(pipes, manager, class_first)
     assert "feature hoses patches as a whole" in str(caught.value)
     assert pipes.Pipe is (Hose if class_first else original)
     assert Hose().length() == 5
+
+
+def test_undoing_twice_leaves_alone_what_others_have_patched_since(pipes, manager) -> None:
+    manager.register(tagged("x"))
+    manager.apply()
+    manager.undo()
+    pipes.flow = len
+    manager.undo()
+    manager.apply()
+    assert pipes.flow is len
 
 
 def test_two_managers_undone_in_reverse_order_leave_no_trace(pipes) -> None:
