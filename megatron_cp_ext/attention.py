@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
@@ -31,7 +32,7 @@ def context_parallel_attention(
     deterministic: bool = False,
     kernel: str = "auto",
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Attend this rank's queries to the keys of the whole sequence.
 
     Collective over `groups.cp`: every rank calls it with its own shard and otherwise equal

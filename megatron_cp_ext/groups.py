@@ -11,6 +11,7 @@ degree 2:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +70,14 @@ class ContextParallelGroups:
         check_degrees(size, ulysses_degree, ring_window)
         here = dist.get_rank()
         world = dist.group.WORLD
-        ulysses = ring = reverse = None
+        ulysses = ring = None
         for ranks in ulysses_ranks(size, ulysses_degree):
             group = world if len(ranks) == size else _new_group(ranks)
             ulysses = group if here in ranks else ulysses
         for ranks in ring_ranks(size, ulysses_degree):
             group = world if len(ranks) == size else _new_group(ranks)
-            second = _new_group(ranks) if send_recv_overlap else None
-            if here in ranks:
-                ring, reverse = group, second
-        return cls.build(world, ulysses, ring, reverse=reverse)
+            ring = group if here in ranks else ring
+        return cls.build(world, ulysses, ring, send_recv_overlap=send_recv_overlap)
 
     @classmethod
     def build(
@@ -87,10 +86,11 @@ class ContextParallelGroups:
         ulysses: dist.ProcessGroup | None,
         ring: dist.ProcessGroup | None,
         *,
-        reverse: dist.ProcessGroup | None = None,
+        send_recv_overlap: bool = False,
     ) -> ContextParallelGroups:
         """Views of process groups that exist; None for a group of one."""
         traffic = Traffic()
+        reverse = second_group(ring) if send_recv_overlap and ring is not None else None
         return cls(
             cp=CommGroup.of(cp, traffic=traffic),
             ulysses=CommGroup.of(ulysses, traffic=traffic),
@@ -103,7 +103,7 @@ class ContextParallelGroups:
         pg_collection: Any,
         *,
         ulysses_degree: int = 1,
-        reverse: dist.ProcessGroup | None = None,
+        send_recv_overlap: bool = False,
     ) -> ContextParallelGroups:
         """Take the groups from Megatron.
 
@@ -111,7 +111,7 @@ class ContextParallelGroups:
             pg_collection: Megatron's ProcessGroupCollection, of which `cp` is read, and `hcp`
                 (hierarchical groups, innermost first) if both degrees exceed one.
             ulysses_degree: size of the Ulysses groups.
-            reverse: a second group of the ring's ranks, for sending and receiving at once.
+            send_recv_overlap: send and receive around the ring on separate groups.
 
         Raises:
             UsageError: the hierarchical groups are not [ulysses, ring].
@@ -120,7 +120,7 @@ class ContextParallelGroups:
         size = dist.get_world_size(cp)
         check_degrees(size, ulysses_degree, 1)
         if ulysses_degree == 1:
-            return cls.build(cp, None, cp, reverse=reverse)
+            return cls.build(cp, None, cp, send_recv_overlap=send_recv_overlap)
         if ulysses_degree == size:
             return cls.build(cp, cp, None)
         levels = getattr(pg_collection, "hcp", None) or []
@@ -133,7 +133,16 @@ class ContextParallelGroups:
                 "the Ulysses and ring sizes, innermost first",
                 remedy=f"pass {ulysses_degree} {size // ulysses_degree}",
             )
-        return cls.build(cp, levels[0], levels[1], reverse=reverse)
+        return cls.build(cp, levels[0], levels[1], send_recv_overlap=send_recv_overlap)
+
+
+@functools.lru_cache(maxsize=8)
+def second_group(first: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another process group of the same ranks, the same one at every call.
+
+    Collective over the members of `first` alone.
+    """
+    return dist.new_group(dist.get_process_group_ranks(first), use_local_synchronization=True)
 
 
 def ulysses_ranks(size: int, degree: int) -> list[list[int]]:

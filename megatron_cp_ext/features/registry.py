@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from megatron_cp_ext.features.context_parallel import ContextParallelFeature
 from megatron_cp_ext.features.cpu_platform import CpuPlatformFeature
-from megatron_cp_ext.features.dataset_helpers import DatasetHelpersFeature
+from megatron_cp_ext.features.hybrid import HybridFeature
 from megatron_cp_ext.features.metrics import MetricsFeature
+from megatron_cp_ext.features.ring import RingFeature
+from megatron_cp_ext.features.ulysses import UlyssesFeature
+from megatron_cp_ext.features.wheel_install import WheelInstallFeature
 from megatron_cp_ext.patching import Feature
 
 
 def all_features() -> list[Feature]:
     """A fresh instance of every feature."""
-    return [CpuPlatformFeature(), DatasetHelpersFeature(), MetricsFeature()]
+    return [
+        CpuPlatformFeature(),
+        WheelInstallFeature(),
+        ContextParallelFeature(),
+        RingFeature(),
+        UlyssesFeature(),
+        HybridFeature(),
+        MetricsFeature(),
+    ]

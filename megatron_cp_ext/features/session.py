@@ -26,11 +26,15 @@ class Session:
     def __init__(self, features: list[Feature]) -> None:
         self.features = features
         self.manager = PatchManager(f"megatron-core {_megatron_version()}")
+        self._decided = False
 
     def install(self) -> None:
         """Wrap Megatron's argument parsing and validation, and nothing else."""
         for feature in self.features:
             feature.before_import()
+        self._wrap_arguments()
+
+    def _wrap_arguments(self) -> None:
         register = functools.partial(wrap, owner="adaptor")
         self.manager.register(
             register(
@@ -84,27 +88,35 @@ class Session:
         *rest: Any,
         **kwargs: Any,
     ) -> Any:
-        for feature in self.features:
-            feature.pre_validate_args(args)
+        if self._decided:
+            # What was patched for the arguments validated before may be wrong for these.
+            self.manager.undo()
+            self._wrap_arguments()
+        self._decided = True
+        self._run_all("pre_validate_args", args)
         for feature in self.features:
             feature.register_early_patches(self.manager, args)
         self.manager.apply()
 
-        result = original(args, *rest, **kwargs)
+        # validate_yaml answers with a namespace of its own, in which the groups are merged.
+        args = original(args, *rest, **kwargs)
 
-        errors: list[UsageError] = []
-        for feature in self.features:
-            try:
-                feature.validate_args(args)
-            except UsageError as error:
-                errors.extend(flatten(error))
-        raise_all(errors)
-        for feature in self.features:
-            feature.post_validate_args(args)
+        self._run_all("validate_args", args)
+        self._run_all("post_validate_args", args)
         for feature in self.features:
             feature.register_patches(self.manager, args)
         self.manager.apply()
-        return result
+        return args
+
+    def _run_all(self, hook: str, args: argparse.Namespace) -> None:
+        """Run a hook of every feature, and report all the mistakes they find together."""
+        errors: list[UsageError] = []
+        for feature in self.features:
+            try:
+                getattr(feature, hook)(args)
+            except UsageError as error:
+                errors.extend(flatten(error))
+        raise_all(errors)
 
 
 def _megatron_version() -> str:

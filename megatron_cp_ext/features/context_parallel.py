@@ -1,0 +1,107 @@
+"""The base flags of context parallelism, and the swap of Megatron's core attention."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_cp_ext.errors import UsageError, raise_all
+from megatron_cp_ext.kernels import KERNELS
+from megatron_cp_ext.megatron.settings import ALGORITHM_CHOICES, ContextParallelSettings
+from megatron_cp_ext.patching import Feature, PatchManager
+from megatron_cp_ext.patching.patch import wrap
+
+
+class ContextParallelFeature(Feature):
+    """`--context-parallel-algo` and what every algorithm shares."""
+
+    name = "context_parallel"
+
+    def register_args(self, parser: argparse.ArgumentParser) -> None:
+        """The flags MindSpeed's users know, and the choice of kernel."""
+        group = parser.add_argument_group(title="context parallelism")
+        group.add_argument(
+            "--context-parallel-algo",
+            choices=ALGORITHM_CHOICES,
+            default=None,
+            help="How attention is computed over a sequence split by --context-parallel-size: "
+            "megatron_cp_algo (ring), ulysses_cp_algo, hybrid_cp_algo (Ulysses inside a ring) or "
+            "kvallgather_cp_algo. Default: megatron_cp_algo.",
+        )
+        group.add_argument(
+            "--attention-mask-type",
+            choices=["causal", "general"],
+            default="causal",
+            help="causal: every token sees itself and what came before. general: a mask tensor.",
+        )
+        group.add_argument(
+            "--cp-kernel",
+            choices=["auto", *KERNELS],
+            default="auto",
+            help="Attention kernel of a block. auto takes the fastest that can do what is asked.",
+        )
+
+    def pre_validate_args(self, args: argparse.Namespace) -> None:
+        """Check what Megatron's own validation would reject with a bare assertion."""
+        if args.context_parallel_size == 1:
+            return
+        parts = 2 * args.context_parallel_size
+        errors = []
+        if args.seq_length is not None and args.seq_length % parts:
+            nearest = max(1, round(args.seq_length / parts)) * parts
+            errors.append(
+                UsageError(
+                    option="--seq-length",
+                    value=args.seq_length,
+                    reason=f"--context-parallel-size {args.context_parallel_size} cuts the "
+                    f"sequence into {parts} equal chunks, two for each rank",
+                    remedy=f"use a multiple of {parts}, for example {nearest}",
+                )
+            )
+        if args.attention_mask_type == "general":
+            errors.append(
+                UsageError(
+                    option="--attention-mask-type",
+                    value="general",
+                    reason="mask tensors are not available in this version",
+                    remedy="use --attention-mask-type causal",
+                )
+            )
+        raise_all(errors)
+
+    def post_validate_args(self, args: argparse.Namespace) -> None:
+        """A causal mask needs no tensor; one of `[s, s]` is what long sequences cannot afford."""
+        if args.context_parallel_size > 1:
+            args.create_attention_mask_in_dataloader = False
+
+    def register_patches(self, manager: PatchManager, args: argparse.Namespace) -> None:
+        """Core attention becomes ours wherever a model builds it."""
+        if args.context_parallel_size == 1 and args.context_parallel_algo is None:
+            return
+        from megatron_cp_ext.megatron.core_attention import constructor_wrapper
+
+        settings = ContextParallelSettings.from_args(args)
+        for module, patched in _core_attention_classes():
+            manager.register(
+                wrap(
+                    f"{module}:{patched.__name__}.__init__",
+                    constructor_wrapper(patched, settings),
+                    owner=self.name,
+                    parameters=("config", "layer_number", "attn_mask_type", "softmax_scale"),
+                )
+            )
+
+
+def _core_attention_classes() -> list[tuple[str, type]]:
+    """The classes that compute core attention in Megatron, with their modules.
+
+    Transformer Engine's counts only where it is installed; without it Megatron puts a mock in
+    its place.
+    """
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer import dot_product_attention
+
+    classes = [(dot_product_attention.__name__, dot_product_attention.DotProductAttention)]
+    te_attention = transformer_engine.TEDotProductAttention
+    if transformer_engine.HAVE_TE and isinstance(te_attention, type):
+        classes.append((transformer_engine.__name__, te_attention))
+    return classes
