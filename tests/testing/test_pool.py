@@ -347,6 +347,13 @@ def test_no_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
     assert watch.all_end_within(5)
 
 
+def test_ctrl_c_is_the_parents_business(pool: GlooPool) -> None:
+    workers = pool.run(os.getpid)
+    for worker in workers:
+        os.kill(worker, signal.SIGINT)
+    assert pool.run(os.getpid) == workers
+
+
 def test_ctrl_c_ends_parent_and_workers(tmp_path: Path) -> None:
     process, watch = start_script(tmp_path, "pool.run(say_hello_and_hang)")
     wait_until_both_hang(process)
