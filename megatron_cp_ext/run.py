@@ -9,6 +9,7 @@ GPT pre-training runs.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import runpy
 import sys
@@ -56,10 +57,12 @@ def main() -> None:
         search_from(script.resolve().parent)
         sys.argv = sys.argv[1:]
 
-    import megatron_cp_ext.adaptor  # noqa: F401  # imports megatron, so it needs the path above
-
+    # Both import megatron, so they need the path above.
+    importlib.import_module("megatron_cp_ext.adaptor")
     if script is None:
-        runpy.run_module(PACKAGED, run_name="__main__")
+        # Not through runpy: processes that Megatron spawns import the main module again, and
+        # this one is light.
+        importlib.import_module(PACKAGED).main()
     else:
         runpy.run_path(str(script), run_name="__main__")
 

@@ -362,7 +362,3 @@ def main() -> None:
         forward_step,
         get_embedding_ranks=embedding_ranks,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ class Feature:
     name: str = ""
 
     def before_import(self) -> None:
-        """Act before Megatron is imported. Only the hardware is known: no argument is parsed yet."""
+        """Act before Megatron is imported. No argument is parsed yet: only hardware is known."""
 
     def register_args(self, parser: argparse.ArgumentParser) -> None:
         """Add this feature's options to Megatron's parser."""

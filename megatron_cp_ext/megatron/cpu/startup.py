@@ -31,7 +31,7 @@ def import_megatron_uncompiled() -> None:
     in its place afterwards.
     """
     original = torch.compile
-    torch.compile = leave_uncompiled
+    torch.compile = leave_uncompiled  # type: ignore[assignment]
     try:
         importlib.import_module("megatron.core.jit")
     finally:
