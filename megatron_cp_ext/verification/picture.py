@@ -12,8 +12,8 @@ from megatron_cp_ext.verification.verify import VerifyReport
 # Colours that stay apart for colour-blind readers (Okabe and Ito), then shapes.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "os^Dv<>PX*"
-# An exact match has no place on a log axis; it is drawn this far below the tolerance.
-FLOOR = 1e-6
+# Where a log axis shows an exact match: below any difference that two fp32 numbers can have.
+FLOOR = 1e-9
 MISSING = "no picture: matplotlib is missing; pip install 'megatron-cp-ext[viz]' brings it"
 
 
@@ -85,26 +85,26 @@ def _draw_losses(report: VerifyReport, axes: Any) -> None:
 def _draw_differences(report: VerifyReport, axes: Any, quantity: str, tolerance: float) -> None:
     """Relative differences on a log axis, with the tolerance they are held against."""
     name = quantity.replace("_", " ")
-    floor = tolerance * FLOOR
     for index, run in enumerate(report.configs):
         if run.comparison is None:
             continue
         values = [
-            max(value, floor) if math.isfinite(value) else math.nan
+            max(value, FLOOR) if math.isfinite(value) else math.nan
             for value in getattr(run.comparison, quantity)
         ]
         axes.plot(run.comparison.iterations, values, **_style(index))
-    axes.axhline(tolerance, color="red", linestyle="--", linewidth=1.2)
+    limit = max(tolerance, FLOOR)
+    axes.axhline(limit, color="red", linestyle="--", linewidth=1.2)
     axes.text(
-        *(0.99, tolerance, f"allowed: {tolerance:g}"),
+        *(0.99, limit, f"allowed: {tolerance:g}"),
         transform=axes.get_yaxis_transform(),
         **{"color": "red", "ha": "right", "va": "bottom", "fontsize": 9},
     )
     axes.set_yscale("log")
-    axes.set_ylim(bottom=floor / 20, top=max(axes.get_ylim()[1], tolerance * 10))
+    axes.set_ylim(bottom=FLOOR / 20, top=max(axes.get_ylim()[1], limit * 10))
     axes.set_ylabel(f"relative difference\nof the {name}")
     axes.text(
-        *(0.01, floor / 2, "equal in every bit"),
+        *(0.01, FLOOR / 2, "equal in every bit"),
         transform=axes.get_yaxis_transform(),
         **{"color": "0.4", "ha": "left", "va": "top", "fontsize": 8},
     )

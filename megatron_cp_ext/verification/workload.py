@@ -22,7 +22,10 @@ ADAM = (
 )
 
 # 256 byte values and the end-of-document token.
-BYTE_TOKENS = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "257")
+BYTE_TOKENS = (
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "257"),
+    *("--make-vocab-size-divisible-by", "8"),
+)
 
 
 @dataclass(frozen=True)
