@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -313,7 +314,8 @@ SCRIPT = """
 """
 
 
-def start_script(folder: Path, then: str) -> tuple[subprocess.Popen[str], Watch]:
+@contextmanager
+def script(folder: Path, then: str) -> Iterator[tuple[subprocess.Popen[str], Watch]]:
     """Run a script that owns a pool, in a process group of its own; watch it and its workers."""
     path = folder / "script.py"
     path.write_text(textwrap.dedent(SCRIPT).format(then=then))
@@ -325,26 +327,31 @@ def start_script(folder: Path, then: str) -> tuple[subprocess.Popen[str], Watch]
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None
-    workers = [int(pid) for pid in process.stdout.readline().split()]
-    assert len(workers) == 2, process.communicate()[1]
-    return process, Watch([process.pid, *workers])
+    try:
+        assert process.stdout is not None
+        workers = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(workers) == 2, process.communicate(timeout=30)[1]
+        yield process, Watch([process.pid, *workers])
+    finally:
+        # Nothing is left to kill unless the test has failed.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def test_no_worker_outlives_a_script_that_ends_without_closing(tmp_path: Path) -> None:
-    process, watch = start_script(tmp_path, "pass")
-    _, errors = process.communicate("\n", timeout=30)
-    assert watch.all_end_within(5)
+    with script(tmp_path, "pass") as (process, watch):
+        _, errors = process.communicate("\n", timeout=30)
+        assert watch.all_end_within(5)
     assert process.returncode == 0
     assert errors == ""
 
 
 def test_no_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
-    process, watch = start_script(tmp_path, "pool.run(say_hello_and_hang)")
-    wait_until_both_hang(process)
-    process.kill()
-    process.communicate(timeout=30)
-    assert watch.all_end_within(5)
+    with script(tmp_path, "pool.run(say_hello_and_hang)") as (process, watch):
+        wait_until_both_hang(process)
+        process.kill()
+        assert watch.all_end_within(5)
 
 
 def test_ctrl_c_is_the_parents_business(pool: GlooPool) -> None:
@@ -355,11 +362,11 @@ def test_ctrl_c_is_the_parents_business(pool: GlooPool) -> None:
 
 
 def test_ctrl_c_ends_parent_and_workers(tmp_path: Path) -> None:
-    process, watch = start_script(tmp_path, "pool.run(say_hello_and_hang)")
-    wait_until_both_hang(process)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert watch.all_end_within(5)
+    with script(tmp_path, "pool.run(say_hello_and_hang)") as (process, watch):
+        wait_until_both_hang(process)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert watch.all_end_within(5)
     assert process.returncode == -signal.SIGINT
     assert errors.count("KeyboardInterrupt") == 1
 
