@@ -105,7 +105,7 @@ class SequenceLayout:
         for document in documents:
             for shard, runs in zip(shards, _zigzag_shards(document, cp_size), strict=True):
                 shard.extend(runs)
-        return cls(int(cu_seqlens[-1]), tuple(merge_runs(shard) for shard in shards))
+        return cls(int(cu_seqlens[-1]), tuple(tuple(shard) for shard in shards))
 
     @property
     def cp_size(self) -> int:
@@ -146,9 +146,20 @@ class SequenceLayout:
 
 @functools.lru_cache(maxsize=64)
 def _grouped(layout: SequenceLayout, degree: int) -> SequenceLayout:
-    groups = itertools.batched(layout.shards, degree)
-    shards = tuple(merge_runs(sorted(itertools.chain.from_iterable(g))) for g in groups)
-    return SequenceLayout(layout.seq_len, shards)
+    shards = (_join_shards(members) for members in itertools.batched(layout.shards, degree))
+    return SequenceLayout(layout.seq_len, tuple(shards))
+
+
+def _join_shards(members: Sequence[tuple[Run, ...]]) -> tuple[Run, ...]:
+    """The runs of several ranks, in ascending order, joined where they meet.
+
+    Where all have equally many runs, only the n-th ones join: joining across a zigzag's turning
+    point would make one chunk of two that different ranks need.
+    """
+    if len({len(runs) for runs in members}) > 1:
+        return merge_runs(sorted(itertools.chain.from_iterable(members)))
+    layers = [merge_runs(sorted(runs)) for runs in zip(*members, strict=True)]
+    return tuple(sorted(itertools.chain.from_iterable(layers)))
 
 
 def copy_runs_to(whole: Tensor, local: Tensor, runs: Sequence[Run], dim: int = 0) -> None:
@@ -186,7 +197,7 @@ def _zigzag_shards(span: Run, cp_size: int) -> tuple[tuple[Run, ...], ...]:
     def run(index: int) -> Run:
         return Run(span.start + index * chunk, span.start + (index + 1) * chunk)
 
-    return tuple(merge_runs((run(r), run(2 * cp_size - 1 - r))) for r in range(cp_size))
+    return tuple((run(r), run(2 * cp_size - 1 - r)) for r in range(cp_size))
 
 
 def _require_multiple(length: int, cp_size: int, *, parts: int) -> None:

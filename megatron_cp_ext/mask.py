@@ -16,15 +16,17 @@ Bands have one meaning everywhere: query position q sees key position k if
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_cp_ext.errors import UsageError
-from megatron_cp_ext.layout import Run
+from megatron_cp_ext.layout import Run, merge_runs
 
 Window = tuple[int | None, int | None]
 
@@ -115,6 +117,8 @@ class AttentionMask:
             document only, and positions in no document see nothing. None for one document.
         pairs: bool tensor `[s, s]` or `[b, 1, s, s]`, True = may attend; None for none.
         samples: one mask for each sample of the batch, in place of all of the above.
+
+    What is derived from a mask at every layer, such as tiles, is kept with it by `remember`.
     """
 
     lo: int | None = None
@@ -122,16 +126,17 @@ class AttentionMask:
     spans: tuple[Run, ...] | None = None
     pairs: Tensor | None = None
     samples: tuple[AttentionMask, ...] | None = None
+    _memory: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def causal(cls, window: Window | None = None) -> AttentionMask:
         """A query sees itself and what came before, at most `window[0]` positions back."""
-        return cls(*_band(window, causal=True))
+        return _simple_mask(*_band(window, causal=True))
 
     @classmethod
     def full(cls, window: Window | None = None) -> AttentionMask:
         """A query sees everything, or what lies within `window = (left, right)` of it."""
-        return cls(*_band(window, causal=False))
+        return _simple_mask(*_band(window, causal=False))
 
     @classmethod
     def documents(
@@ -228,9 +233,9 @@ class AttentionMask:
             )
         found: list[Tile] = []
         q_offset = 0
-        for q_run in q_runs:
+        for q_run in merge_runs(q_runs):
             k_offset = 0
-            for k_run in k_runs:
+            for k_run in merge_runs(k_runs):
                 for q, k in self._blocks(q_run, k_run):
                     tile = self._clip(q, k, q_offset - q_run.start, k_offset - k_run.start)
                     if tile is not None:
@@ -238,6 +243,21 @@ class AttentionMask:
                 k_offset += k_run.length
             q_offset += q_run.length
         return tuple(found)
+
+    def touches(self, q_run: Run, k_run: Run) -> bool:
+        """Whether some query position of `q_run` may see some key position of `k_run`.
+
+        A dense mask counts as seeing everything inside its band and documents.
+        """
+        if self.samples is not None:
+            return any(sample.touches(q_run, k_run) for sample in self.samples)
+        return any(self._clip(q, k, 0, 0) for q, k in self._blocks(q_run, k_run))
+
+    def remember(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """`compute()`, computed once for each key and kept as long as this mask."""
+        if key not in self._memory:
+            self._memory[key] = compute()
+        return self._memory[key]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AttentionMask) and self._key() == other._key()
@@ -286,6 +306,12 @@ class AttentionMask:
             else self.pairs[..., q.start : q.stop, k.start : k.stop],
         )
         return whole.part(Run(0, q.length), Run(0, k.length))
+
+
+@functools.lru_cache(maxsize=256)
+def _simple_mask(lo: int | None, hi: int | None) -> AttentionMask:
+    """The same object for the same band, so that what it remembers is not computed anew."""
+    return AttentionMask(lo, hi)
 
 
 def _intersect(a: Run, b: Run) -> Run:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_cp_ext.comm import CommGroup, all_to_all
 from megatron_cp_ext.kernels.interface import accumulation_dtype
-from megatron_cp_ext.layout import Run, SequenceLayout, copy_runs_to, local_runs, merge_runs
+from megatron_cp_ext.layout import Run, SequenceLayout, copy_runs_to, local_runs
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class HeadExchange:
     ) -> HeadExchange:
         """The exchange among the neighbours of `cp_rank`, whose shards `layout` gives."""
         first = cp_rank - group.rank
+        gathered = layout.grouped(group.size).shards[cp_rank // group.size]
         members = layout.shards[first : first + group.size]
-        gathered = merge_runs(sorted(itertools.chain.from_iterable(members)))
         rows = tuple(local_runs(gathered, member) for member in members)
         return cls(group, rows, tuple(heads), kind)
 

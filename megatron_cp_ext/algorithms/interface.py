@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,12 +37,21 @@ class AttentionCall:
 
     def tiles(self, group: CommGroup, owner: int) -> Sequence[Tile]:
         """Tiles of this rank's queries against the keys that rank `owner` of `group` holds."""
-        return shard_tiles(self.mask, self.layout.shards[group.rank], self.layout.shards[owner])
+        return self._tiles(group, self.layout.shards[owner])
+
+    def tiles_of_keys(self, group: CommGroup, run: Run) -> Sequence[Tile]:
+        """Tiles of this rank's queries against the keys of some consecutive positions."""
+        return self._tiles(group, (run,))
 
     def tiles_of_all_keys(self, group: CommGroup) -> Sequence[Tile]:
         """Tiles of this rank's queries against the whole sequence in natural order."""
-        everything = (Run(0, self.layout.seq_len),)
-        return shard_tiles(self.mask, self.layout.shards[group.rank], everything)
+        return self._tiles(group, (Run(0, self.layout.seq_len),))
+
+    def _tiles(self, group: CommGroup, k_runs: tuple[Run, ...]) -> Sequence[Tile]:
+        q_runs = self.layout.shards[group.rank]
+        return self.mask.remember(
+            ("tiles", q_runs, k_runs), lambda: self.mask.tiles(q_runs, k_runs)
+        )
 
 
 class Algorithm(abc.ABC):
@@ -74,23 +82,3 @@ class Algorithm(abc.ABC):
 
         lse is None where it was not asked for and would have to be sent.
         """
-
-
-def shard_tiles(
-    mask: AttentionMask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]
-) -> Sequence[Tile]:
-    """`mask.tiles`, remembered for masks that are the same at every step.
-
-    Dense masks and documents change with the batch, and remembering them would keep their
-    tensors alive.
-    """
-    if mask.pairs is None and mask.spans is None and mask.samples is None:
-        return _remembered_tiles(mask, q_runs, k_runs)
-    return mask.tiles(q_runs, k_runs)
-
-
-@functools.lru_cache(maxsize=4096)
-def _remembered_tiles(
-    mask: AttentionMask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]
-) -> Sequence[Tile]:
-    return mask.tiles(q_runs, k_runs)

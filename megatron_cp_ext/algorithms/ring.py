@@ -1,26 +1,85 @@
-"""Ring attention: keys and values visit every rank in turn (arXiv:2310.01889).
+"""Ring attention: keys and values visit the ranks in turn (arXiv:2310.01889).
 
-At step t rank r works on the keys of rank r - t, while they already travel on to rank r + 1.
-In the backward pass the keys make the same round again. Their gradients follow one step behind:
-each rank adds its share in fp32 and passes the sum on, until after the last step it is home.
+Which chunk visits whom, and when, is the plan of `relay.py`. Here the plan is carried out: at
+every step the chunks of the next step are already on their way while the kernel works on those
+that are there. In the backward pass the chunks make the same journey again. Their gradients
+follow one step behind: each rank adds its share in fp32 and passes the sum on, the last one home.
 
-    step        0     1     2          rank 1 of 3
-    keys of     1     0     2
-    sends KV    1     0     -          before the step's kernel starts
-    sends dKV   1     0     2          after the step's kernel
+    step   here now            under way meanwhile
+    0      own chunks          KV of step 1
+    1      chunks of step 1    KV of step 2
+    2      chunks of step 2    KV of step 3, dKV of step 1
+    ...                        dKV home
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_cp_ext.algorithms.function import sharded_attention, zero_gradients
 from megatron_cp_ext.algorithms.interface import Algorithm, AttentionCall
 from megatron_cp_ext.algorithms.packing import KVPack
-from megatron_cp_ext.comm import RingTransfer, ring_send
+from megatron_cp_ext.algorithms.relay import Chunk, Hop, RelayPlan, relay_plan
+from megatron_cp_ext.comm import CommGroup, Transfer, start_transfer
 from megatron_cp_ext.errors import UsageError
 from megatron_cp_ext.kernels.interface import accumulation_dtype
 from megatron_cp_ext.kernels.merge import OutputAccumulator
+
+# Chunks whose buffers are being filled, in the order of the transfer.
+_Arriving = tuple[list[Chunk], Transfer]
+
+
+class _Couriers:
+    """The plan's transfers, as one rank takes part in them.
+
+    Args:
+        plan: who sends which chunk to whom.
+        ring: the ranks.
+        key: this rank's keys `[s_local, b, hk, d]`.
+        value: this rank's values `[s_local, b, hk, dv]`.
+    """
+
+    def __init__(self, plan: RelayPlan, ring: CommGroup, key: Tensor, value: Tensor) -> None:
+        self.plan, self.ring = plan, ring
+        self._key, self._value = key, value
+        self.here: dict[Chunk, KVPack] = {
+            chunk: KVPack.of(
+                key[chunk.rows.start : chunk.rows.stop], value[chunk.rows.start : chunk.rows.stop]
+            )
+            for chunk in plan.chunks
+            if chunk.owner == ring.rank and len(chunk.path) > 1
+        }
+
+    def start(
+        self, hops: list[Hop], packs: dict[Chunk, KVPack], *, dtype: torch.dtype, kind: str
+    ) -> _Arriving:
+        """Start this rank's part in some hops: the chunks that will arrive, and the transfer."""
+        me = self.ring.rank
+        sends = [(packs[hop.chunk].buffer, hop.to) for hop in hops if hop.source == me]
+        arriving = [hop for hop in hops if hop.to == me]
+        receives = [
+            (self._key.new_empty(self._numel(hop.chunk), dtype=dtype), hop.source)
+            for hop in arriving
+        ]
+        transfer = start_transfer(sends, receives, self.ring, kind=kind)
+        return [hop.chunk for hop in arriving], transfer
+
+    def arrived(self, under_way: _Arriving) -> dict[Chunk, KVPack]:
+        """Wait for a transfer; what it brought."""
+        chunks, transfer = under_way
+        return {
+            chunk: self._pack(chunk, buffer)
+            for chunk, buffer in zip(chunks, transfer.wait(), strict=True)
+        }
+
+    def _numel(self, chunk: Chunk) -> int:
+        rows = chunk.run.length
+        return rows * (self._key[0].numel() + self._value[0].numel())
+
+    def _pack(self, chunk: Chunk, buffer: Tensor) -> KVPack:
+        shape = torch.Size((chunk.run.length, *self._key.shape[1:]))
+        return KVPack(buffer, shape, self._value.size(-1))
 
 
 class RingExchange:
@@ -29,17 +88,23 @@ class RingExchange:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, call: AttentionCall
     ) -> OutputAccumulator:
-        """Attend to one rank's keys at a time while the next rank's are on their way."""
-        ring = call.groups.ring
+        """Attend to the chunks that are here while the next ones are on their way."""
+        ring, plan = call.groups.ring, relay_plan(call.layout, call.mask)
         into = OutputAccumulator.empty(query, value.size(-1), accumulation_dtype(query.dtype))
-        kv = KVPack.of(key, value)
-        for step in range(ring.size):
-            is_last = step == ring.size - 1
-            incoming = None if is_last else ring_send(kv.buffer, ring, kind="kv")
-            tiles = call.tiles(ring, (ring.rank - step) % ring.size)
-            call.kernel.forward(query, kv.key, kv.value, tiles, options=call.options, into=into)
-            if incoming is not None:
-                kv = kv.holding(incoming.wait())
+        couriers = _Couriers(plan, ring, key, value)
+        here = couriers.here
+        for step in range(plan.steps + 1):
+            under_way = couriers.start(plan.key_hops(step + 1), here, dtype=key.dtype, kind="kv")
+            if step == 0:
+                tiles = call.tiles(ring, ring.rank)
+                call.kernel.forward(query, key, value, tiles, options=call.options, into=into)
+            else:
+                for chunk, kv in here.items():
+                    tiles = call.tiles_of_keys(ring, chunk.run)
+                    call.kernel.forward(
+                        query, kv.key, kv.value, tiles, options=call.options, into=into
+                    )
+            here = couriers.arrived(under_way)
         return into
 
     def backward(
@@ -53,36 +118,66 @@ class RingExchange:
         lse: Tensor,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same round; the gradient of each shard follows it and ends at its owner."""
-        ring = call.groups.ring
-        (dq,) = zero_gradients(query)
-        kv = KVPack.of(key, value)
-        arriving: RingTransfer | None = None
-        for step in range(ring.size):
-            is_last = step == ring.size - 1
-            incoming = None if is_last else ring_send(kv.buffer, ring, kind="kv")
-            tiles = call.tiles(ring, (ring.rank - step) % ring.size)
-            dkv = kv.zeros(dq.dtype)
-            call.kernel.backward(
-                dout,
-                query,
-                kv.key,
-                kv.value,
-                tiles,
-                out=out,
-                lse=lse,
-                options=call.options,
-                into=(dq, dkv.key, dkv.value),
-            )
-            if arriving is not None:
-                dkv.buffer.add_(arriving.wait())
-            if ring.size > 1:
-                arriving = ring_send(dkv.buffer, ring, kind="dkv")
-            if incoming is not None:
-                kv = kv.holding(incoming.wait())
-        if arriving is not None:
-            dkv = dkv.holding(arriving.wait())
-        return dq, dkv.key, dkv.value
+        """The same journey; the gradient of each chunk follows it and ends at its owner."""
+        ring, plan = call.groups.ring, relay_plan(call.layout, call.mask)
+        dq, dk, dv = zero_gradients(query, key, value)
+        couriers = _Couriers(plan, ring, key, value)
+        here = couriers.here
+        under_way_home: _Arriving | None = None
+        for step in range(plan.steps + 1):
+            under_way = couriers.start(plan.key_hops(step + 1), here, dtype=key.dtype, kind="kv")
+            if step == 0:
+                attended = [(key, value, dk, dv, call.tiles(ring, ring.rank))]
+            else:
+                shares = {chunk: kv.zeros(dq.dtype) for chunk, kv in here.items()}
+                attended = [
+                    (
+                        kv.key,
+                        kv.value,
+                        shares[chunk].key,
+                        shares[chunk].value,
+                        call.tiles_of_keys(ring, chunk.run),
+                    )
+                    for chunk, kv in here.items()
+                ]
+            for k, v, share_k, share_v, tiles in attended:
+                call.kernel.backward(
+                    dout,
+                    query,
+                    k,
+                    v,
+                    tiles,
+                    out=out,
+                    lse=lse,
+                    options=call.options,
+                    into=(dq, share_k, share_v),
+                )
+            if step > 0:
+                _add_arrived(couriers, under_way_home, shares, dk, dv)
+                under_way_home = couriers.start(
+                    plan.gradient_hops(step), shares, dtype=dq.dtype, kind="dkv"
+                )
+            here = couriers.arrived(under_way)
+        _add_arrived(couriers, under_way_home, {}, dk, dv)
+        return dq, dk, dv
+
+
+def _add_arrived(
+    couriers: _Couriers,
+    under_way: _Arriving | None,
+    shares: dict[Chunk, KVPack],
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Add gradients that arrive: to this rank's share if they travel on, else they are home."""
+    if under_way is None:
+        return
+    for chunk, gradient in couriers.arrived(under_way).items():
+        if chunk in shares:
+            shares[chunk].buffer.add_(gradient.buffer)
+        else:
+            dk[chunk.rows.start : chunk.rows.stop] += gradient.key
+            dv[chunk.rows.start : chunk.rows.stop] += gradient.value
 
 
 class RingAlgorithm(Algorithm):

@@ -1,16 +1,16 @@
 """Every byte on the wire goes through this floor, and is counted here."""
 
 from megatron_cp_ext.comm.collectives import all_gather, all_to_all, reduce_scatter
-from megatron_cp_ext.comm.ring import RingTransfer, ring_send
+from megatron_cp_ext.comm.ring import Transfer, start_transfer
 from megatron_cp_ext.comm.topology import CommGroup
 from megatron_cp_ext.comm.traffic import Traffic
 
 __all__ = [
     "CommGroup",
-    "RingTransfer",
     "Traffic",
+    "Transfer",
     "all_gather",
     "all_to_all",
     "reduce_scatter",
-    "ring_send",
+    "start_transfer",
 ]

@@ -1,59 +1,76 @@
-"""Sending around a ring: each rank to the next, from the previous, without waiting."""
+"""Point-to-point transfers between the ranks of a ring, started without waiting."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_ext.comm.topology import CommGroup
 
 
-class RingTransfer:
-    """A transfer under way.
+class Transfer:
+    """Sends and receives under way.
 
     Args:
-        received: where the data of the previous rank arrives.
-        sent: what leaves; kept alive, and unchanged, until the transfer is over.
+        received: buffers that are being filled, in the order they were named.
+        sent: what leaves; kept alive until the transfer is over.
         works: the pending operations.
     """
 
-    def __init__(self, received: Tensor, sent: Tensor, works: list[dist.Work]) -> None:
+    def __init__(self, received: list[Tensor], sent: list[Tensor], works: list[dist.Work]) -> None:
         self._received, self._sent, self._works = received, sent, works
 
-    def wait(self) -> Tensor:
-        """Block until both directions are done; return what the previous rank sent."""
+    def wait(self) -> list[Tensor]:
+        """Block until all of it is done; return what has arrived and let go of what was sent."""
         for work in self._works:
             work.wait()
+        self._works, self._sent = [], []
         return self._received
 
 
-def ring_send(buffer: Tensor, group: CommGroup, *, kind: str) -> RingTransfer:
-    """Start sending `buffer` to the next rank and receiving as much from the previous one.
+def start_transfer(
+    sends: Sequence[tuple[Tensor, int]],
+    receives: Sequence[tuple[Tensor, int]],
+    group: CommGroup,
+    *,
+    kind: str,
+) -> Transfer:
+    """Start sending some buffers and receiving others.
+
+    Between two ranks, what is sent first is received first. All ranks of the group must call
+    this in the same order for transfers that concern each other.
 
     Args:
-        buffer: contiguous; every rank's has the same shape and dtype.
-        group: the ring, of at least two ranks.
+        sends: contiguous buffers, each with the member of the group it goes to.
+        receives: contiguous buffers to be filled, each with the member it comes from.
+        group: whose members these are.
         kind: what travels, for the count.
     """
-    assert group.size > 1 and buffer.is_contiguous()
-    received = torch.empty_like(buffer)
-    here = group.rank
-    to, source = group.ranks[(here + 1) % group.size], group.ranks[here - 1]
-    group.traffic.record(kind, buffer.numel() * buffer.element_size())
+    sent = [buffer for buffer, _ in sends]
+    received = [buffer for buffer, _ in receives]
+    if not sends and not receives:
+        return Transfer(received, sent, [])
+    for buffer in sent:
+        group.traffic.record(kind, buffer.numel() * buffer.element_size())
     if group.reverse is None:
-        # Both operations in one batch: with separate calls NCCL can deadlock on a ring.
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, buffer, to, group=group.group),
-                dist.P2POp(dist.irecv, received, source, group=group.group),
-            ]
-        )
-    else:
-        sending = dist.isend(buffer, to, group=_lane(group, here))
-        receiving = dist.irecv(received, source, group=_lane(group, (here - 1) % group.size))
-        works = [work for work in (sending, receiving) if work is not None]
-    return RingTransfer(received, buffer, works)
+        # One batch: with separate calls NCCL can deadlock where ranks send to each other.
+        operations = [
+            dist.P2POp(dist.isend, buffer, group.ranks[to], group=group.group)
+            for buffer, to in sends
+        ] + [
+            dist.P2POp(dist.irecv, buffer, group.ranks[source], group=group.group)
+            for buffer, source in receives
+        ]
+        return Transfer(received, sent, dist.batch_isend_irecv(operations))
+    works = [
+        dist.isend(buffer, group.ranks[to], group=_lane(group, group.rank)) for buffer, to in sends
+    ] + [
+        dist.irecv(buffer, group.ranks[source], group=_lane(group, source))
+        for buffer, source in receives
+    ]
+    return Transfer(received, sent, [work for work in works if work is not None])
 
 
 def _lane(group: CommGroup, sender: int) -> dist.ProcessGroup | None:
