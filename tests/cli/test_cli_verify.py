@@ -17,6 +17,15 @@ from megatron_cp_ext.errors import UsageError
 FAKE = Path(__file__).parents[1] / "verification" / "fake_training.py"
 
 
+def alive(pid):
+    """Whether a process still runs; one that only waits to be reaped does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
 def plan_of(*argv):
     before, after = command._split(list(argv))
     return command.make_plan(command.make_parser().parse_args(before), after)
@@ -168,11 +177,14 @@ def test_an_interrupt_ends_every_process_and_exits_with_130(tmp_path, number):
         text=True,
     )
     pids = list(map(int, fifo.read_text().split()))
-    process.send_signal(number)
-    _, error = process.communicate(timeout=60)
+    try:
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+        left = [pid for pid in pids if alive(pid)]
+    finally:
+        for pid in filter(alive, [process.pid, *pids]):
+            os.kill(pid, signal.SIGKILL)
     assert process.returncode == 130
     assert error.splitlines() == ["megatron-cp verify: interrupted"]
     assert len(pids) == 2
-    for pid in pids:
-        stat = Path(f"/proc/{pid}/stat")
-        assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    assert left == []

@@ -1,6 +1,7 @@
 """A run gives its metrics back, or says what went wrong, and leaves no process behind."""
 
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -24,6 +25,15 @@ def alive(pid):
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+@pytest.fixture
+def pids():
+    """A list for process ids; what a failing test leaves of them is killed."""
+    found = []
+    yield found
+    for pid in filter(alive, found):
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -109,9 +119,7 @@ def test_torchrun_shows_the_error_of_the_rank_that_failed(tmp_path):
 
 
 @pytest.mark.timeout(60)
-def test_a_timeout_ends_every_process_even_one_in_another_session(tmp_path, fake_launcher, fifo):
-    pids = []
-
+def test_a_timeout_ends_every_process_even_one_in_another_session(tmp_path, fifo, pids):
     def read_pids():
         if not pids:
             pids.extend(map(int, fifo.read_text().split()))
@@ -147,8 +155,8 @@ def test_a_timeout_is_reported_as_a_failed_run(tmp_path, fake_launcher, fifo):
 
 
 @pytest.mark.timeout(60)
-def test_cancelling_ends_every_process(tmp_path, fifo):
-    pids, cancel = [], threading.Event()
+def test_cancelling_ends_every_process(tmp_path, fifo, pids):
+    cancel = threading.Event()
 
     def read_pids():
         pids.extend(map(int, fifo.read_text().split()))
@@ -167,7 +175,7 @@ def test_cancelling_ends_every_process(tmp_path, fifo):
     assert not any(alive(pid) for pid in pids)
 
 
-def test_a_process_left_behind_by_a_run_that_ended_is_ended_too(tmp_path):
+def test_a_process_left_behind_by_a_run_that_ended_is_ended_too(tmp_path, pids):
     script = (
         "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', "
         "'import signal; signal.pause()'], start_new_session=True); print(p.pid)"
@@ -178,8 +186,9 @@ def test_a_process_left_behind_by_a_run_that_ended_is_ended_too(tmp_path):
         env=dict(os.environ),
         timeout_s=LIMIT_S,
     )
+    pids.append(int((tmp_path / "log").read_text()))
     assert (result.returncode, result.timed_out) == (0, False)
-    assert not alive(int((tmp_path / "log").read_text()))
+    assert not alive(pids[0])
 
 
 def test_half_a_line_waits_for_its_other_half(tmp_path):
