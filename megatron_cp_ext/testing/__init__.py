@@ -1,5 +1,9 @@
-"""What our tests and our users' tests need: a gloo worker pool, an fp64 oracle, a comparison."""
+"""What our tests and our users' tests need: a gloo worker pool, an fp64 oracle, a comparison.
 
+`strategies` (random cases for hypothesis) is not imported here, because hypothesis is an extra.
+"""
+
+from megatron_cp_ext.testing.cases import AttentionCase, dense_pairs
 from megatron_cp_ext.testing.compare import (
     assert_close_to_oracle,
     bounds,
@@ -9,16 +13,32 @@ from megatron_cp_ext.testing.compare import (
 )
 from megatron_cp_ext.testing.oracle import OracleResult, oracle_attention
 from megatron_cp_ext.testing.pool import GlooPool, WorkerError, WorkerTimeout
+from megatron_cp_ext.testing.running import (
+    Refusal,
+    assert_matches_oracle,
+    attend_here,
+    disagreement,
+    run_case,
+    run_cases,
+)
 
 __all__ = [
+    "AttentionCase",
     "GlooPool",
     "OracleResult",
+    "Refusal",
     "WorkerError",
     "WorkerTimeout",
     "assert_close_to_oracle",
+    "assert_matches_oracle",
+    "attend_here",
     "bounds",
+    "dense_pairs",
+    "disagreement",
     "oracle_attention",
     "relative_error",
     "relative_errors",
+    "run_case",
+    "run_cases",
     "tolerance",
 ]

@@ -1,23 +1,17 @@
-"""A case of context-parallel attention: made from a seed, run on a pool, judged by the oracle."""
+"""A case of context-parallel attention: made from a seed, judged by the oracle."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from megatron_cp_ext.attention import context_parallel_attention
-from megatron_cp_ext.groups import ContextParallelGroups
 from megatron_cp_ext.kernels import KernelOptions
 from megatron_cp_ext.kernels.random import keep_mask
 from megatron_cp_ext.layout import Run, SequenceLayout
 from megatron_cp_ext.mask import AttentionMask, Tile
-from megatron_cp_ext.testing.compare import assert_close_to_oracle, bounds, relative_errors
 from megatron_cp_ext.testing.oracle import OracleResult, oracle_attention
-from megatron_cp_ext.testing.pool import GlooPool
 
 
 @dataclass(frozen=True)
@@ -29,12 +23,14 @@ class AttentionCase:
         mask: what may attend to what.
         algorithm: name of the algorithm.
         ulysses_degree: size of the Ulysses groups.
+        send_recv_overlap: whether rings send and receive on separate groups.
         batch: samples.
         heads: query heads.
         kv_heads: key and value heads.
         qk_dim: size of a query or key head.
         v_dim: size of a value head.
         dtype: of the tensors.
+        softmax_scale: factor on query-key products; None for 1 / sqrt(qk_dim).
         with_sink: whether there is a sink.
         dropout_p: attention dropout.
         kernel: name of the kernel.
@@ -46,17 +42,38 @@ class AttentionCase:
     mask: AttentionMask = field(default_factory=AttentionMask.causal)
     algorithm: str = "ring"
     ulysses_degree: int = 1
+    send_recv_overlap: bool = False
     batch: int = 1
     heads: int = 4
     kv_heads: int = 4
     qk_dim: int = 8
     v_dim: int = 8
     dtype: torch.dtype = torch.float64
+    softmax_scale: float | None = None
     with_sink: bool = False
     dropout_p: float = 0.0
     kernel: str = "auto"
     magnitude: float = 1.0
     seed: int = 1234
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.algorithm} on {self.layout.cp_size} ranks",
+            f"Ulysses degree {self.ulysses_degree}" if self.ulysses_degree > 1 else "",
+            "overlapped" if self.send_recv_overlap else "",
+            f"{self.layout.seq_len} tokens x {self.batch}",
+            f"{self.heads}q/{self.kv_heads}kv heads of {self.qk_dim}/{self.v_dim}",
+            str(self.dtype).removeprefix("torch."),
+            _describe(self.mask),
+            f"scale {self.softmax_scale}" if self.softmax_scale is not None else "",
+            "sink" if self.with_sink else "",
+            f"dropout {self.dropout_p}" if self.dropout_p else "",
+            f"kernel {self.kernel}" if self.kernel != "auto" else "",
+            f"magnitude {self.magnitude:g}" if self.magnitude != 1.0 else "",
+            f"seed {self.seed}",
+            _describe_shards(self.layout),
+        ]
+        return ", ".join(part for part in parts if part)
 
     def tensors(self) -> dict[str, Tensor]:
         """query, key, value, dout and sink (if any) of the whole sequence, the same on any rank."""
@@ -85,6 +102,7 @@ class AttentionCase:
             tensors["value"],
             dense_pairs(self.mask, self.layout.seq_len),
             dout=tensors["dout"],
+            softmax_scale=self.softmax_scale,
             sink=tensors.get("sink"),
             dropout_keep=self._dropout_keep(),
             dropout_p=self.dropout_p,
@@ -93,7 +111,9 @@ class AttentionCase:
     def on_one_rank(self) -> AttentionCase:
         """The same numbers without context parallelism."""
         alone = SequenceLayout.contiguous(self.layout.seq_len, 1)
-        return replace(self, layout=alone, algorithm="ring", ulysses_degree=1)
+        return replace(
+            self, layout=alone, algorithm="ring", ulysses_degree=1, send_recv_overlap=False
+        )
 
     def _dropout_keep(self) -> Tensor | None:
         """Which weights are kept, as one block over the whole sequence."""
@@ -110,7 +130,8 @@ class AttentionCase:
 def dense_pairs(mask: AttentionMask, seq_len: int) -> Tensor:
     """Which pairs attend, `[s, s]` or `[b, 1, s, s]`, from the mask's definition, without tiles."""
     if mask.samples is not None:
-        return torch.stack([dense_pairs(sample, seq_len)[None] for sample in mask.samples])
+        samples = [dense_pairs(sample, seq_len) for sample in mask.samples]
+        return torch.stack([pairs.view(1, seq_len, seq_len) for pairs in samples])
     position = torch.arange(seq_len)
     difference = position[None, :] - position[:, None]
     allowed = torch.ones(seq_len, seq_len, dtype=torch.bool)
@@ -126,75 +147,25 @@ def dense_pairs(mask: AttentionMask, seq_len: int) -> Tensor:
     return allowed if mask.pairs is None else allowed & mask.pairs
 
 
-def run_on_this_rank(
-    case: AttentionCase, groups: ContextParallelGroups | None = None
-) -> tuple[dict[str, Tensor], int]:
-    """Forward and backward of this rank's shard: the results by name, and the bytes it sent."""
-    if groups is None:
-        alone = case.layout.cp_size == 1
-        groups = (
-            ContextParallelGroups.single()
-            if alone
-            else ContextParallelGroups.from_world(case.ulysses_degree)
+def _describe(mask: AttentionMask) -> str:
+    if mask.samples is not None:
+        return f"samples [{'; '.join(_describe(sample) for sample in mask.samples)}]"
+    band = f"band {'' if mask.lo is None else mask.lo}..{'' if mask.hi is None else mask.hi}"
+    spans = None if mask.spans is None else [tuple(span) for span in mask.spans]
+    return " ".join(
+        part
+        for part in (
+            band,
+            "" if spans is None else f"documents {spans}",
+            "" if mask.pairs is None else f"dense {list(mask.pairs.shape)}",
         )
-    rank, layout, tensors = groups.cp.rank, case.layout, case.tensors()
-    query, key, value = (
-        layout.shard(tensors[name], rank).requires_grad_() for name in ("query", "key", "value")
+        if part
     )
-    sink = tensors["sink"].requires_grad_() if case.with_sink else None
-    out, lse = context_parallel_attention(
-        query,
-        key,
-        value,
-        algorithm=case.algorithm,
-        groups=groups,
-        layout=layout,
-        mask=case.mask,
-        sink=sink,
-        dropout_p=case.dropout_p,
-        dropout_seed=case.seed,
-        kernel=case.kernel,
-        return_lse=True,
-    )
-    out.backward(layout.shard(tensors["dout"], rank))
-    results = {"out": out, "lse": lse, "dq": query.grad, "dk": key.grad, "dv": value.grad}
-    if sink is not None:
-        results["dsink"] = sink.grad
-    return {name: tensor.detach() for name, tensor in results.items()}, groups.traffic.total_bytes
 
 
-def join(case: AttentionCase, shards: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Whole-sequence tensors from those of the ranks; the sink's gradients are summed."""
-    joined = {
-        name: case.layout.unshard([shard[name] for shard in shards], dim=2 if name == "lse" else 0)
-        for name in ("out", "lse", "dq", "dk", "dv")
-    }
-    if case.with_sink:
-        joined["dsink"] = torch.stack([shard["dsink"] for shard in shards]).sum(0)
-    return joined
-
-
-def run_case(
-    pool: GlooPool | None, case: AttentionCase, *, timeout: float = 60
-) -> dict[str, Tensor]:
-    """Run a case on a pool of as many ranks as its layout, or here if it has one."""
-    if case.layout.cp_size == 1:
-        return join(case, [run_on_this_rank(case)[0]])
-    assert pool is not None
-    shards = [result[0] for result in pool.run(run_on_this_rank, case, timeout=timeout)]
-    return join(case, shards)
-
-
-def assert_matches_oracle(pool: GlooPool | None, case: AttentionCase) -> None:
-    """Run a case and compare out, lse, dq, dk, dv and dsink with the oracle.
-
-    The bound is the design's: a floor for each dtype, or twice (thrice for gradients) the error
-    of the same dtype on one rank.
-
-    Raises:
-        AssertionError: naming what is off.
-    """
-    oracle = case.oracle().tensors()
-    single = relative_errors(run_case(None, case.on_one_rank()), oracle)
-    assert all(math.isfinite(error) for error in single.values()), single
-    assert_close_to_oracle(run_case(pool, case), oracle, bounds(single, case.dtype))
+def _describe_shards(layout: SequenceLayout) -> str:
+    """The shards, unless they are Megatron's own zigzag."""
+    size = layout.cp_size
+    if layout.seq_len % (2 * size) == 0 and layout == SequenceLayout.zigzag(layout.seq_len, size):
+        return ""
+    return f"shards {[[tuple(run) for run in runs] for runs in layout.shards]}"
