@@ -85,7 +85,7 @@ class SequenceLayout:
         return cls(seq_len, tuple((Run(r * part, (r + 1) * part),) for r in range(cp_size)))
 
     @classmethod
-    def zigzag_documents(cls, cu_seqlens: Sequence[int], cp_size: int) -> SequenceLayout:
+    def zigzag_documents(cls, cu_seqlens: Sequence[int] | Tensor, cp_size: int) -> SequenceLayout:
         """Each document of a packed sequence is laid out in a zigzag of its own.
 
         Under a causal mask within documents every rank then has the same work, whatever the
@@ -96,16 +96,23 @@ class SequenceLayout:
             cp_size: number of ranks.
 
         Raises:
-            UsageError: a document's length is not a multiple of 2 * cp_size.
+            UsageError: the boundaries do not ascend from 0, or a document's length is not a
+                multiple of 2 * cp_size.
         """
-        documents = [Run(int(a), int(b)) for a, b in itertools.pairwise(cu_seqlens)]
+        bounds = document_bounds(cu_seqlens)
+        documents = [Run(a, b) for a, b in itertools.pairwise(bounds)]
         for document in documents:
-            _require_multiple(document.length, cp_size, parts=2 * cp_size if cp_size > 1 else 1)
+            _require_multiple(
+                document.length,
+                cp_size,
+                parts=2 * cp_size if cp_size > 1 else 1,
+                option="cu_seqlens",
+            )
         shards: list[list[Run]] = [[] for _ in range(cp_size)]
         for document in documents:
             for shard, runs in zip(shards, _zigzag_shards(document, cp_size), strict=True):
                 shard.extend(runs)
-        return cls(int(cu_seqlens[-1]), tuple(tuple(shard) for shard in shards))
+        return cls(bounds[-1], tuple(tuple(shard) for shard in shards))
 
     @property
     def cp_size(self) -> int:
@@ -121,12 +128,35 @@ class SequenceLayout:
         return torch.cat([torch.arange(run.start, run.stop) for run in self.shards[rank]])
 
     def shard(self, tensor: Tensor, rank: int, dim: int = 0) -> Tensor:
-        """The slice of a whole-sequence tensor that `rank` holds."""
-        assert tensor.size(dim) == self.seq_len, (tensor.shape, dim, self.seq_len)
+        """The slice of a whole-sequence tensor that `rank` holds.
+
+        Raises:
+            UsageError: the tensor does not have the sequence's length in `dim`.
+        """
+        if tensor.size(dim) != self.seq_len:
+            raise UsageError(
+                option="tensor",
+                value=list(tensor.shape),
+                reason=f"this is a layout of {self.seq_len} positions",
+                remedy=f"pass a whole-sequence tensor, of size {self.seq_len} in dimension {dim}",
+            )
         return torch.cat([tensor.narrow(dim, r.start, r.length) for r in self.shards[rank]], dim)
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """Put the ranks' slices back together: the inverse of `shard`."""
+        """Put the ranks' slices back together: the inverse of `shard`.
+
+        Raises:
+            UsageError: there is not one slice for each rank, of the length that the rank holds.
+        """
+        lengths = [tensor.size(dim) for tensor in shards]
+        expected = [self.local_length(rank) for rank in range(self.cp_size)]
+        if lengths != expected:
+            raise UsageError(
+                option="shards",
+                value=f"lengths {lengths}",
+                reason=f"the layout has {self.cp_size} ranks, which hold {expected} positions",
+                remedy=f"pass slices of {', '.join(map(str, expected))} in dimension {dim}",
+            )
         shape = list(shards[0].shape)
         shape[dim] = self.seq_len
         whole = shards[0].new_empty(shape)
@@ -200,7 +230,37 @@ def _zigzag_shards(span: Run, cp_size: int) -> tuple[tuple[Run, ...], ...]:
     return tuple((run(r), run(2 * cp_size - 1 - r)) for r in range(cp_size))
 
 
-def _require_multiple(length: int, cp_size: int, *, parts: int) -> None:
+def document_bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
+    """Document boundaries as integers.
+
+    Raises:
+        UsageError: they do not ascend from 0, or are fewer than two.
+    """
+    bounds = integers(cu_seqlens)
+    if len(bounds) < 2 or bounds[0] != 0 or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise UsageError(
+            option="cu_seqlens",
+            value=shorten(bounds),
+            reason="document boundaries must ascend from 0",
+            remedy="pass cumulative lengths such as [0, 5, 12, 16]",
+        )
+    return bounds
+
+
+def integers(values: Sequence[int] | Tensor) -> list[int]:
+    """A sequence or tensor of integers as a list."""
+    return values.tolist() if isinstance(values, Tensor) else [int(value) for value in values]
+
+
+def shorten(values: Sequence[int]) -> str:
+    """The first few of some integers, for an error message."""
+    shown = ", ".join(str(value) for value in values[:8])
+    return f"[{shown}{', ...' if len(values) > 8 else ''}]"
+
+
+def _require_multiple(
+    length: int, cp_size: int, *, parts: int, option: str = "sequence length"
+) -> None:
     if cp_size < 1:
         raise UsageError(
             option="cp_size", value=cp_size, reason="it must be at least 1", remedy="use 1 or more"
@@ -208,7 +268,7 @@ def _require_multiple(length: int, cp_size: int, *, parts: int) -> None:
     if length < parts or length % parts:
         nearest = max(1, round(length / parts)) * parts
         raise UsageError(
-            option="sequence length",
+            option=option,
             value=length,
             reason=f"{cp_size} context-parallel ranks cut it into {parts} equal parts",
             remedy=f"use a multiple of {parts}, for example {nearest}",

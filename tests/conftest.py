@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
+from megatron_cp_ext.errors import UsageError
 from megatron_cp_ext.testing.pool import GlooPool
+
+
+@pytest.fixture
+def refused() -> Callable[..., AbstractContextManager[None]]:
+    """`with refused("option", remedy="use 2"):` a complete UsageError about it is raised inside."""
+
+    @contextmanager
+    def expect(option: str, *, reason: str = "", remedy: str = "") -> Iterator[None]:
+        with pytest.raises(UsageError) as caught:
+            yield
+        error = caught.value
+        assert error.option == option
+        assert error.reason and reason in error.reason
+        assert error.remedy and remedy in error.remedy
+        lines = [line.split(":")[0].strip() for line in str(error).strip().splitlines()]
+        assert lines == ["option", "value", "reason", "remedy"]
+
+    return expect
 
 
 @pytest.fixture(scope="session")
