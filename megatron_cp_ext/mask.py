@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_ext.errors import UsageError
-from megatron_cp_ext.layout import Run, merge_runs
+from megatron_cp_ext.layout import Run, document_bounds, integers, merge_runs, shorten
 
 Window = tuple[int | None, int | None]
 
@@ -160,18 +160,9 @@ class AttentionMask:
         Raises:
             UsageError: the boundaries do not ascend from 0, or a length exceeds its document.
         """
-        bounds = _integers(cu_seqlens)
-        if len(bounds) < 2 or bounds[0] != 0 or any(a > b for a, b in itertools.pairwise(bounds)):
-            raise UsageError(
-                option="cu_seqlens",
-                value=_shorten(bounds),
-                reason="document boundaries must ascend from 0",
-                remedy="pass cumulative lengths such as [0, 5, 12, 16]",
-            )
+        bounds = document_bounds(cu_seqlens)
         sizes = (
-            [b - a for a, b in itertools.pairwise(bounds)]
-            if lengths is None
-            else _integers(lengths)
+            [b - a for a, b in itertools.pairwise(bounds)] if lengths is None else integers(lengths)
         )
         if len(sizes) != len(bounds) - 1 or any(
             not 0 <= size <= b - a
@@ -179,9 +170,9 @@ class AttentionMask:
         ):
             raise UsageError(
                 option="lengths",
-                value=_shorten(sizes),
+                value=shorten(sizes),
                 reason="each document has one length, at most its padded size",
-                remedy=f"pass {len(bounds) - 1} lengths that fit {_shorten(bounds)}",
+                remedy=f"pass {len(bounds) - 1} lengths that fit {shorten(bounds)}",
             )
         spans = tuple(
             Run(start, start + size) for start, size in zip(bounds, sizes, strict=False) if size > 0
@@ -189,11 +180,15 @@ class AttentionMask:
         return cls(*_band(window, causal=causal), spans=spans)
 
     @classmethod
-    def dense(cls, pairs: Tensor) -> AttentionMask:
+    def dense(
+        cls, pairs: Tensor, *, causal: bool = False, window: Window | None = None
+    ) -> AttentionMask:
         """An arbitrary mask.
 
         Args:
             pairs: bool `[s, s]` or `[b, 1, s, s]`, True = may attend.
+            causal: whether a query sees only what came before it, whatever `pairs` says.
+            window: `(left, right)` limits, likewise.
 
         Raises:
             UsageError: another dtype or shape.
@@ -206,11 +201,27 @@ class AttentionMask:
                 reason="it must be bool and [s, s] or [b, 1, s, s], True = may attend",
                 remedy="convert it, for example `additive_mask == 0`",
             )
-        return cls(pairs=pairs)
+        return cls(*_band(window, causal=causal), pairs=pairs)
 
     @classmethod
     def per_sample(cls, masks: Sequence[AttentionMask]) -> AttentionMask:
-        """A mask of its own for each sample of the batch; equal ones are joined."""
+        """A mask of its own for each sample of the batch; equal ones are joined.
+
+        Raises:
+            UsageError: there is no mask, or one of them already speaks for several samples.
+        """
+        several = any(
+            mask.samples is not None
+            or (mask.pairs is not None and mask.pairs.dim() == 4 and mask.pairs.size(0) > 1)
+            for mask in masks
+        )
+        if not masks or several:
+            raise UsageError(
+                option="masks",
+                value=f"{len(masks)} masks",
+                reason="each sample has one mask, which speaks for that sample only",
+                remedy="pass one mask for each sample, dense ones as [s, s]",
+            )
         if all(mask == masks[0] for mask in masks):
             return masks[0]
         return cls(samples=tuple(masks))
@@ -258,6 +269,10 @@ class AttentionMask:
         if key not in self._memory:
             self._memory[key] = compute()
         return self._memory[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: not what is remembered, which any copy can compute."""
+        return {**self.__dict__, "_memory": {}}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AttentionMask) and self._key() == other._key()
@@ -319,6 +334,13 @@ def _intersect(a: Run, b: Run) -> Run:
 
 
 def _band(window: Window | None, *, causal: bool) -> Window:
+    if window is not None and (not isinstance(window, tuple | list) or len(window) != 2):
+        raise UsageError(
+            option="window",
+            value=window,
+            reason="a window has a left and a right limit",
+            remedy="pass (left, right), each None for unlimited",
+        )
     left, right = window if window is not None else (None, None)
     for side, value in (("left", left), ("right", right)):
         if value is not None and value < 0:
@@ -331,12 +353,3 @@ def _band(window: Window | None, *, causal: bool) -> Window:
     lo = None if left is None else -left
     hi = 0 if causal else right
     return lo, hi
-
-
-def _integers(values: Sequence[int] | Tensor) -> list[int]:
-    return values.tolist() if isinstance(values, Tensor) else [int(value) for value in values]
-
-
-def _shorten(values: Sequence[int]) -> str:
-    shown = ", ".join(str(value) for value in values[:8])
-    return f"[{shown}{', ...' if len(values) > 8 else ''}]"
