@@ -6,7 +6,7 @@ import argparse
 
 from megatron_cp_ext.errors import UsageError, raise_all
 from megatron_cp_ext.kernels import KERNELS
-from megatron_cp_ext.megatron.settings import ALGORITHM_CHOICES, ContextParallelSettings
+from megatron_cp_ext.megatron.settings import ALGORITHM_CHOICES, ContextParallelSettings, is_active
 from megatron_cp_ext.patching import Feature, PatchManager
 from megatron_cp_ext.patching.patch import wrap
 
@@ -31,7 +31,9 @@ class ContextParallelFeature(Feature):
             "--attention-mask-type",
             choices=["causal", "general"],
             default="causal",
-            help="causal: every token sees itself and what came before. general: a mask tensor.",
+            help="causal: every token sees itself and what came before, in its document with "
+            "--reset-attention-mask; no mask tensor is made. general: the data loader's mask of "
+            "[b, 1, s, s] is used as it is.",
         )
         group.add_argument(
             "--cp-kernel",
@@ -57,25 +59,16 @@ class ContextParallelFeature(Feature):
                     remedy=f"use a multiple of {parts}, for example {nearest}",
                 )
             )
-        if args.attention_mask_type == "general":
-            errors.append(
-                UsageError(
-                    option="--attention-mask-type",
-                    value="general",
-                    reason="mask tensors are not available in this version",
-                    remedy="use --attention-mask-type causal",
-                )
-            )
         raise_all(errors)
 
     def post_validate_args(self, args: argparse.Namespace) -> None:
         """A causal mask needs no tensor; one of `[s, s]` is what long sequences cannot afford."""
-        if args.context_parallel_size > 1:
+        if is_active(args) and args.attention_mask_type == "causal":
             args.create_attention_mask_in_dataloader = False
 
     def register_patches(self, manager: PatchManager, args: argparse.Namespace) -> None:
         """Core attention becomes ours wherever a model builds it."""
-        if args.context_parallel_size == 1 and args.context_parallel_algo is None:
+        if not is_active(args):
             return
         from megatron_cp_ext.megatron.core_attention import constructor_wrapper
 

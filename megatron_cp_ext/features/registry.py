@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_cp_ext.features.context_parallel import ContextParallelFeature
 from megatron_cp_ext.features.cpu_platform import CpuPlatformFeature
+from megatron_cp_ext.features.documents import DocumentsFeature
 from megatron_cp_ext.features.hybrid import HybridFeature
 from megatron_cp_ext.features.metrics import MetricsFeature
 from megatron_cp_ext.features.ring import RingFeature
@@ -21,5 +22,6 @@ def all_features() -> list[Feature]:
         RingFeature(),
         UlyssesFeature(),
         HybridFeature(),
+        DocumentsFeature(),
         MetricsFeature(),
     ]

@@ -27,7 +27,17 @@ from megatron_cp_ext.errors import UsageError
 from megatron_cp_ext.groups import ContextParallelGroups
 from megatron_cp_ext.layout import SequenceLayout
 from megatron_cp_ext.mask import AttentionMask, Window
+from megatron_cp_ext.megatron.documents import (
+    is_boundary_table,
+    mask_of_pairs,
+    mask_of_table,
+    packed_boundaries,
+    packed_layout,
+    packed_mask,
+)
 from megatron_cp_ext.megatron.settings import ContextParallelSettings
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class ContextParallelAttention(DotProductAttention):
@@ -117,15 +127,33 @@ class ContextParallelAttention(DotProductAttention):
                 reason="additive biases are not computed under context parallelism",
                 remedy="use rotary positions, or --context-parallel-size 1",
             )
+        mask_type = attn_mask_type or self.attn_mask_type
         if packed_seq_params is not None:
-            raise UsageError(
-                option="packed_seq_params",
-                value=packed_seq_params.qkv_format,
-                reason="packed sequences are not available in this version",
-                remedy="train on unpacked sequences",
+            _require_thd(packed_seq_params)
+            cp_size = self.groups.cp.size
+            layout = packed_layout(
+                packed_boundaries(packed_seq_params), query.size(0) * cp_size, cp_size
             )
-        cp_size = self.groups.cp.size
-        layout = SequenceLayout.zigzag(query.size(0) * cp_size, cp_size)
+            mask = packed_mask(packed_seq_params, causal=mask_type in _CAUSAL, window=self.window)
+            out = self._attend(
+                query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), layout=layout, mask=mask
+            )
+            return out.squeeze(1)
+        layout = SequenceLayout.zigzag(query.size(0) * self.groups.cp.size, self.groups.cp.size)
+        return self._attend(
+            query, key, value, layout=layout, mask=self._mask(mask_type, attention_mask, layout)
+        )
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        layout: SequenceLayout,
+        mask: AttentionMask,
+    ) -> Tensor:
+        """`[s_local, b, heads, d]` to `[s_local, b, heads * dv]`."""
         dropout_p = self.attention_dropout.p if self.training else 0.0
         out = context_parallel_attention(
             query,
@@ -134,7 +162,7 @@ class ContextParallelAttention(DotProductAttention):
             algorithm=self.settings.algorithm,
             groups=self.groups,
             layout=layout,
-            mask=self._mask(attn_mask_type or self.attn_mask_type, attention_mask),
+            mask=mask,
             softmax_scale=self.softmax_scale,
             sink=self.softmax_offset,
             dropout_p=dropout_p,
@@ -144,24 +172,40 @@ class ContextParallelAttention(DotProductAttention):
         )
         return out.flatten(2)
 
-    def _mask(self, mask_type: AttnMaskType, tensor: Tensor | None) -> AttentionMask:
-        """The mask of this call; a mask tensor is never dropped in silence."""
-        if tensor is not None:
+    def _mask(
+        self, mask_type: AttnMaskType, tensor: Tensor | None, layout: SequenceLayout
+    ) -> AttentionMask:
+        """The mask of this call; a mask tensor is honoured, never dropped in silence."""
+        causal = mask_type in _CAUSAL
+        if tensor is None:
+            if mask_type == AttnMaskType.arbitrary:
+                raise UsageError(
+                    option="attn_mask_type",
+                    value=mask_type,
+                    reason="an arbitrary mask is given as a tensor, and there is none",
+                    remedy="pass attention_mask, or use causal or no_mask",
+                )
+            return AttentionMask.causal(self.window) if causal else AttentionMask.full(self.window)
+        if is_boundary_table(tensor):
+            return mask_of_table(tensor, self.window)
+        if tensor.dtype != torch.bool or tensor.shape[-2:] != (layout.seq_len, layout.seq_len):
             raise UsageError(
                 option="attention_mask",
-                value=list(tensor.shape),
-                reason="mask tensors are not available in this version",
-                remedy="pass --no-create-attention-mask-in-dataloader; causal needs no tensor",
+                value=f"{tensor.dtype} {list(tensor.shape)}",
+                reason=f"every rank needs the whole mask, bool [b, 1, {layout.seq_len}, "
+                f"{layout.seq_len}], True where a token may not attend",
+                remedy="do not cut the mask with the batch",
             )
-        if mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            return AttentionMask.causal(self.window)
-        if mask_type in (AttnMaskType.no_mask, AttnMaskType.padding):
-            return AttentionMask.full(self.window)
+        return mask_of_pairs(tensor, causal=causal, window=self.window)
+
+
+def _require_thd(packed_seq_params: Any) -> None:
+    if packed_seq_params.qkv_format != "thd":
         raise UsageError(
-            option="attn_mask_type",
-            value=mask_type,
-            reason="it needs a mask tensor, and none was given",
-            remedy="use causal or no_mask",
+            option="packed_seq_params.qkv_format",
+            value=packed_seq_params.qkv_format,
+            reason="packed sequences are streams of tokens",
+            remedy="use thd",
         )
 
 

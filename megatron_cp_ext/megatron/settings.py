@@ -47,6 +47,11 @@ class ContextParallelSettings:
         )
 
 
+def is_active(args: argparse.Namespace) -> bool:
+    """Whether attention is ours: under context parallelism, or where an algorithm is named."""
+    return args.context_parallel_size > 1 or args.context_parallel_algo is not None
+
+
 def algorithm_of(args: argparse.Namespace) -> str:
     """The algorithm by its short name; ring where none was chosen."""
     given = args.context_parallel_algo or "megatron_cp_algo"
