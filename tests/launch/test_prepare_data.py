@@ -45,6 +45,7 @@ def folder(tmp_path) -> Path:
         path = tmp_path / "texts" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text)
+    (tmp_path / "texts" / "linked").symlink_to(tmp_path / "texts" / "sub")
     return tmp_path / "texts"
 
 

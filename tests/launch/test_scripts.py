@@ -260,6 +260,21 @@ def test_when_pip_fails_setup_fails_and_tries_again_next_time(house) -> None:
     assert house.calls() == INSTALLS
 
 
+def test_a_failed_install_leaves_no_environment_that_passes_for_the_one_before(house) -> None:
+    house.python("python3.12")
+    house.run("launch/setup.sh")
+    constraints = house.project / "constraints.txt"
+    before = constraints.read_text()
+    constraints.write_text(before + "# changed\n")
+    house.status.write_text("1")
+    assert house.run("launch/setup.sh").returncode == 1
+    constraints.write_text(before)
+    house.status.write_text("0")
+    house.calls()
+    assert house.run("launch/setup.sh").returncode == 0
+    assert house.calls() == INSTALLS
+
+
 @pytest.fixture
 def furnished(house) -> House:
     """A project whose .venv is there; its programs note down how they are called."""
