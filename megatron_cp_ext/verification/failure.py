@@ -11,6 +11,8 @@ TRACEBACK = "Traceback (most recent call last):"
 # torch puts the rank before each line of a traceback once the process group exists.
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 TORCH_WARNING = re.compile(r"^(\[rank\d+\]:)?\[[IWE]\d*[ \d:.\-]+ .*\] |^[WE]\d{4} \d\d:\d\d")
+# Python's own, with the source line it may quote below.
+WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*\n(  .*\n)?", re.M)
 ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.S
 )
@@ -76,7 +78,8 @@ def _tail(text: str) -> list[str]:
 
 
 def _cleaned(text: str) -> str:
-    """Without rank prefixes, and without torch's own warnings and blank lines."""
+    """Without rank prefixes, warnings and blank lines."""
+    text = WARNING.sub("", text)
     lines = [line for line in text.splitlines() if not TORCH_WARNING.match(line)]
     return "\n".join(RANK_PREFIX.sub("", line) for line in lines if line.strip())
 

@@ -51,30 +51,33 @@ def print_report(report: VerifyReport, console: Console, *, per_step: bool = Fal
 
 
 def _summary(report: VerifyReport) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("configuration", overflow="fold")
     table.add_column("ranks", justify="right")
     table.add_column("CP/TP/PP/DP", justify="center")
+    # The differences are the largest of all steps, relative to the baseline.
     for heading in (
         "first\nloss",
         "last\nloss",
-        "largest rel.\ndiff. of loss",
-        "largest rel.\nof grad norm",
+        "largest\ndiff. of\nloss",
+        "largest\ndiff. of\ngrad norm",
         "wall\ntime",
     ):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
+    allowed = report.plan.tolerances
     for run in report.runs:
-        spec, steps = run.spec, run.metrics.steps if run.metrics else ()
+        spec, comparison = run.spec, run.comparison
+        steps = run.metrics.steps if run.metrics else ()
         name = str(spec) if run.baseline is not None else f"baseline ({spec})"
         table.add_row(
             escape(name),
             str(spec.world_size),
             f"{spec.cp}/{spec.tp}/{spec.pp}/{spec.dp}",
-            f"{steps[0].loss:.6f}" if steps else "-",
-            f"{steps[-1].loss:.6f}" if steps else "-",
-            _difference(run.comparison.largest_loss) if run.comparison else "-",
-            _difference(run.comparison.largest_grad_norm) if run.comparison else "-",
+            f"{steps[0].loss:.5f}" if steps else "-",
+            f"{steps[-1].loss:.5f}" if steps else "-",
+            _difference(comparison.largest_loss, allowed.loss) if comparison else "-",
+            _difference(comparison.largest_grad_norm, allowed.grad_norm) if comparison else "-",
             f"{run.wall_s:.1f} s",
             _colored(run.passed),
         )
@@ -99,6 +102,7 @@ def _steps(report: VerifyReport, run: RunReport, *, worst: bool) -> Table:
         "rel.\ndifference",
     ):
         table.add_column(heading, justify="right")
+    allowed = report.plan.tolerances
     expected = {step.iteration: step for step in baseline.metrics.steps}
     actual = {step.iteration: step for step in run.metrics.steps}
     for iteration, loss, grad_norm in zip(
@@ -108,8 +112,9 @@ def _steps(report: VerifyReport, run: RunReport, *, worst: bool) -> Table:
         b: Step = actual[iteration]
         table.add_row(
             str(iteration),
-            *(f"{a.loss:.7f}", f"{b.loss:.7f}", _difference(loss)),
-            *(f"{a.grad_norm:.7f}", f"{b.grad_norm:.7f}", _difference(grad_norm)),
+            *(f"{a.loss:.7f}", f"{b.loss:.7f}", _difference(loss, allowed.loss)),
+            *(f"{a.grad_norm:.7f}", f"{b.grad_norm:.7f}"),
+            _difference(grad_norm, allowed.grad_norm),
         )
     return table
 
@@ -132,8 +137,10 @@ def _distance(run: RunReport) -> float:
     return math.inf if any(math.isnan(d) for d in differences) else max(differences)
 
 
-def _difference(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}"
+def _difference(value: float, allowed: float) -> str:
+    """The difference; red when it is beyond what is allowed, or not a number."""
+    text = "0" if value == 0 else f"{value:.1e}"
+    return text if value <= allowed else f"[red]{text}[/]"
 
 
 def _colored(passed: bool) -> str:

@@ -99,8 +99,12 @@ def test_a_killed_rank_is_named_with_its_signal(logs):
     assert text.splitlines() == ["rank 1 was killed by signal 9", "loading"]
 
 
-def test_an_error_without_traceback_shows_the_end_of_the_log(logs):
-    text = logs(SUMMARY.format(rank=0, exitcode=2), "loading\nno space left\n")
+def test_an_error_without_traceback_shows_the_end_of_the_log_without_warnings(logs):
+    warnings = (
+        "lib/optimizer.py:25: UserWarning: slower than it could be\n  warnings.warn(\n"
+        "lib/allocator.py:42: SyntaxWarning: invalid escape sequence\n"
+    )
+    text = logs(SUMMARY.format(rank=0, exitcode=2), warnings + "loading\nno space left\n")
     assert text.splitlines() == ["rank 0:", "loading", "no space left"]
 
 

@@ -168,12 +168,20 @@ def test_the_table_has_a_row_for_each_run_and_the_steps_of_the_worst(make_plan, 
     text = printed(verify(plan, launcher=fake_launcher))
     cells = next(line.split() for line in text.splitlines() if " 4/1/1/2 " in line)
     assert cells[0].startswith("hybrid:cp=4")
-    assert cells[1:7] == ["8", "4/1/1/2", "5.000002", "4.700002", "4.0e-07", "0"]
+    assert cells[1:7] == ["8", "4/1/1/2", "5.00000", "4.70000", "4.0e-07", "0"]
     assert cells[-1] == "PASS"
     assert "against none, the one furthest off" in text
     assert "ring:cp=2 against" not in text
     assert sum(line.split()[:2] == ["3", "4.8000000"] for line in text.splitlines()) == 1
     assert "PASS  2 of 2 configurations equal their baseline over 4 steps in fp32" in text
+
+
+def test_a_difference_beyond_the_tolerance_is_red(make_plan, fake_launcher):
+    report = verify(make_plan("ring:cp=2,fake=drift"), launcher=fake_launcher)
+    console = Console(file=io.StringIO(), force_terminal=True, width=140, color_system="standard")
+    print_report(report, console)
+    red = "\x1b[31m3.0e-05\x1b[0m"
+    assert sum(red in line for line in console.file.getvalue().splitlines()) == 2
 
 
 def test_the_steps_of_every_configuration_on_request(make_plan, fake_launcher):
