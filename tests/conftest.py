@@ -6,9 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
+import torch
 
 from megatron_cp_ext.errors import UsageError
 from megatron_cp_ext.testing.pool import GlooPool
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Small tensors gain nothing from threads, and threads that wait take the cores of ranks."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

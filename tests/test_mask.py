@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megatron_cp_ext import AttentionMask, SequenceLayout
 from megatron_cp_ext.layout import Run
-from megatron_cp_ext.mask import Tile
-from megatron_cp_ext.testing import dense_pairs
+from megatron_cp_ext.testing import covered_pairs, dense_pairs
 from megatron_cp_ext.testing.strategies import layouts, masks
 
 Refused = Callable[..., AbstractContextManager[None]]
@@ -27,18 +26,9 @@ def drawing(pairs: Tensor) -> list[str]:
     return ["".join("#" if allowed else "." for allowed in row) for row in pairs.tolist()]
 
 
-def covered(tiles: Sequence[Tile], rows: int, columns: int, batch: int = 1) -> Tensor:
-    """How often the tiles hold each pair: `[b, rows, columns]`."""
-    count = torch.zeros(batch, 1, rows, columns, dtype=torch.int64)
-    for tile in tiles:
-        samples = slice(None) if tile.batch is None else slice(*tile.batch)
-        count[samples, :, slice(*tile.q_rows), slice(*tile.k_rows)] += tile.allowed().long()
-    return count.squeeze(1)
-
-
 def of_the_whole(mask: AttentionMask, size: int) -> list[str]:
     everything = (Run(0, size),)
-    (count,) = covered(mask.tiles(everything, everything), size, size)
+    (count,) = covered_pairs(mask.tiles(everything, everything), size, size)
     assert count.max() <= 1
     return drawing(count.bool())
 
@@ -118,7 +108,7 @@ def test_dense_can_be_limited_to_a_band() -> None:
 def test_each_sample_has_its_own_mask() -> None:
     mask = AttentionMask.per_sample([AttentionMask.causal(), AttentionMask.documents([0, 1, 2])])
     everything = (Run(0, 2),)
-    count = covered(mask.tiles(everything, everything), 2, 2, batch=2)
+    count = covered_pairs(mask.tiles(everything, everything), 2, 2, batch=2)
     assert [drawing(sample.bool()) for sample in count] == [["#.", "##"], ["#.", ".#"]]
 
 
@@ -163,7 +153,7 @@ def test_tiles_hold_every_attending_pair_once_and_no_other(
         for k_rank in range(cp_size):
             tiles = mask.tiles(layout.shards[q_rank], layout.shards[k_rank])
             q, k = layout.positions(q_rank), layout.positions(k_rank)
-            count = covered(tiles, len(q), len(k), batch)
+            count = covered_pairs(tiles, len(q), len(k), batch=batch)
             assert torch.equal(count, pairs[:, q][:, :, k].long())
 
 

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_cp_ext.algorithms.interface import AttentionCall
 from megatron_cp_ext.kernels.interface import accumulation_dtype
-from megatron_cp_ext.kernels.merge import OutputAccumulator
+from megatron_cp_ext.kernels.merge import OutputAccumulator, finite_lse
 
 
 class KVExchange(Protocol):
@@ -87,7 +87,7 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tenso
     The sink has weight p = exp(sink - lse) and value 0, so ds = p * (0 - rowsum(dout * out)).
     """
     dtype = accumulation_dtype(out.dtype)
-    weight = torch.exp(sink.to(dtype)[None, :, None] - lse.to(dtype))  # [b, h, s]
+    weight = torch.exp(sink.to(dtype)[None, :, None] - finite_lse(lse.to(dtype)))  # [b, h, s]
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1).permute(1, 2, 0)  # [b, h, s]
     return -(weight * delta).sum(dim=(0, 2)).to(sink.dtype)
 

@@ -2,7 +2,8 @@
 
 Its limits, and what is done about them: it knows full, top-left causal and additively masked
 blocks, so bands are recut (`tiling.py`); rows that see nothing come back with lse = 0, so they
-are set right here; value and query dims must be equal, so the smaller is padded with zeros.
+are set right here; value and query dims must be equal, so the smaller is padded with zeros; it
+reads the last dimension as if its entries were neighbours in memory, so others are copied.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_ext.kernels.interface import AttentionKernel, KernelOptions, Shapes
+from megatron_cp_ext.kernels.merge import finite_lse
 from megatron_cp_ext.kernels.tiling import cut_bands, is_top_left_causal, join_full_tiles
 from megatron_cp_ext.mask import Tile
 
@@ -84,7 +86,7 @@ class AtenCpuKernel(AttentionKernel):
             _heads_first(k),
             _heads_first(v),
             _heads_first(o),
-            lse.nan_to_num(neginf=0.0),  # exp(-inf - 0) = 0 where a row sees nothing
+            finite_lse(lse),
             0.0,
             causal,
             attn_mask=bias,
@@ -110,8 +112,8 @@ def _mask_of(tile: Tile, query: Tensor) -> tuple[bool, Tensor | None, Tensor | N
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
-    """View `[s, b, h, d]` as `[b, h, s, d]`."""
-    return tensor.permute(1, 2, 0, 3)
+    """`[s, b, h, d]` as `[b, h, s, d]`, a view where the kernel can read it."""
+    return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).permute(1, 2, 0, 3)
 
 
 def _same_dim(*tensors: Tensor) -> list[Tensor]:

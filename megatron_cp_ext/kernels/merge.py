@@ -55,7 +55,7 @@ class OutputAccumulator:
             held_lse.copy_(lse)
         else:
             merged = torch.logaddexp(held_lse, lse.to(held_lse.dtype))
-            weight = torch.exp(lse - merged).nan_to_num_(nan=0.0)
+            weight = _weight(lse, merged)
             held_out.lerp_(out.to(held_out.dtype), weight.permute(2, 0, 1).unsqueeze(-1))
             held_lse.copy_(merged)
         self._written.append(rows)
@@ -63,8 +63,18 @@ class OutputAccumulator:
     def add_sink(self, sink: Tensor) -> None:
         """Add one logit for each head, `[h]`, to the denominators. Call once, at the end."""
         merged = torch.logaddexp(self.lse, sink.to(self.lse.dtype)[None, :, None])
-        self.out *= torch.exp(self.lse - merged).permute(2, 0, 1).unsqueeze(-1)
+        self.out *= _weight(self.lse, merged).permute(2, 0, 1).unsqueeze(-1)
         self.lse = merged
 
     def _is_untouched(self, rows: Run) -> bool:
         return all(w.stop <= rows.start or rows.stop <= w.start for w in self._written)
+
+
+def _weight(lse: Tensor, merged: Tensor) -> Tensor:
+    """exp(lse - merged), 0 where lse is -inf, merged too or not; a NaN stays one."""
+    return torch.exp(lse - merged).masked_fill_(lse == -torch.inf, 0.0)
+
+
+def finite_lse(lse: Tensor) -> Tensor:
+    """`lse` with 0 for the -inf of rows that see nothing, so that exp(-inf - lse) is 0, not NaN."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -17,6 +17,7 @@ from megatron_cp_ext.kernels.interface import (
     Shapes,
     accumulation_dtype,
 )
+from megatron_cp_ext.kernels.merge import finite_lse
 from megatron_cp_ext.kernels.random import keep_mask
 from megatron_cp_ext.mask import Tile
 
@@ -105,4 +106,4 @@ def _scores(q: Tensor, k: Tensor, allowed: Tensor, options: KernelOptions) -> Te
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """exp(scores - lse), 0 in rows that see nothing, where both are -inf."""
-    return torch.exp(scores - lse.unsqueeze(-1).nan_to_num(neginf=0.0))
+    return torch.exp(scores - finite_lse(lse).unsqueeze(-1))

@@ -3,7 +3,7 @@
 `strategies` (random cases for hypothesis) is not imported here, because hypothesis is an extra.
 """
 
-from megatron_cp_ext.testing.cases import AttentionCase, dense_pairs
+from megatron_cp_ext.testing.cases import AttentionCase, covered_pairs, dense_pairs
 from megatron_cp_ext.testing.compare import (
     assert_close_to_oracle,
     bounds,
@@ -33,6 +33,7 @@ __all__ = [
     "assert_matches_oracle",
     "attend_here",
     "bounds",
+    "covered_pairs",
     "dense_pairs",
     "disagreement",
     "oracle_attention",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -145,6 +146,15 @@ def dense_pairs(mask: AttentionMask, seq_len: int) -> Tensor:
             document[span.start : span.stop] = index
         allowed &= (document[:, None] == document[None, :]) & (document[:, None] >= 0)
     return allowed if mask.pairs is None else allowed & mask.pairs
+
+
+def covered_pairs(tiles: Sequence[Tile], rows: int, columns: int, *, batch: int = 1) -> Tensor:
+    """How many of the tiles hold each pair of a query and a key shard: `[b, rows, columns]`."""
+    count = torch.zeros(batch, 1, rows, columns, dtype=torch.int64)
+    for tile in tiles:
+        samples = slice(None) if tile.batch is None else slice(*tile.batch)
+        count[samples, :, slice(*tile.q_rows), slice(*tile.k_rows)] += tile.allowed().long()
+    return count.squeeze(1)
 
 
 def _describe(mask: AttentionMask) -> str:
