@@ -148,7 +148,7 @@ def _check_shapes(
         remedy = "pass this rank's shard, as layout.shard cuts it"
     elif not query.size(1) == key.size(1) == value.size(1):
         problem = "their batch sizes differ"
-    elif key.size(2) != value.size(2) or query.size(2) % key.size(2):
+    elif not key.size(2) or key.size(2) != value.size(2) or query.size(2) % key.size(2):
         problem = "query heads must be a multiple of KV heads, which key and value share"
     elif query.size(3) != key.size(3):
         problem = "query and key heads must have the same size"
@@ -172,6 +172,15 @@ def _check_mask(mask: AttentionMask, layout: SequenceLayout, batch: int) -> None
                 reason=f"the sequence has {layout.seq_len} tokens",
                 remedy="pass the mask of the whole sequence on every rank",
             )
+        if sample.pairs is not None and sample.pairs.dim() == 4:
+            samples = sample.pairs.size(0)
+            if samples not in (1, batch):
+                raise UsageError(
+                    option="mask",
+                    value=list(sample.pairs.shape),
+                    reason=f"the batch has {batch} samples, and the mask {samples}",
+                    remedy=f"pass a mask of [{batch}, 1, s, s], or one for all, [s, s]",
+                )
         if sample.spans and sample.spans[-1].stop > layout.seq_len:
             raise UsageError(
                 option="mask",

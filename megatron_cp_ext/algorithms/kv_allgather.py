@@ -14,6 +14,7 @@ from megatron_cp_ext.algorithms.interface import Algorithm, AttentionCall
 from megatron_cp_ext.algorithms.packing import KVPack
 from megatron_cp_ext.algorithms.ring import require_ring_only
 from megatron_cp_ext.comm import all_gather, reduce_scatter
+from megatron_cp_ext.errors import UsageError
 from megatron_cp_ext.kernels.interface import accumulation_dtype
 from megatron_cp_ext.kernels.merge import OutputAccumulator
 
@@ -83,8 +84,16 @@ class KVAllGatherAlgorithm(Algorithm):
     name = "kvallgather"
 
     def check(self, call: AttentionCall, heads: int, kv_heads: int) -> None:
-        """The gathering group must be the whole group."""
+        """The gathering group must be the whole group, and shards must be equally long."""
         require_ring_only(self.name, call)
+        lengths = [call.layout.local_length(rank) for rank in range(call.layout.cp_size)]
+        if len(set(lengths)) > 1:
+            raise UsageError(
+                option="layout",
+                value=f"shards of {lengths} tokens",
+                reason=f"algorithm {self.name} gathers shards of one length",
+                remedy="use a layout of equal shards, or algorithm ring, ulysses or hybrid",
+            )
 
     def attend(
         self,

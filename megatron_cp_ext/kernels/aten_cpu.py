@@ -30,13 +30,15 @@ class AtenCpuKernel(AttentionKernel):
     name = "aten_cpu"
 
     def refuses(self, shapes: Shapes, options: KernelOptions) -> str | None:
-        """Other devices, odd dtypes, and dropout."""
+        """Other devices, odd dtypes, dropout, and a scale that is not positive."""
         if shapes.device != "cpu":
             return f"it runs on CPU tensors, and these are on {shapes.device}"
         if shapes.dtype not in _DTYPES:
             return f"it has no {shapes.dtype}"
         if options.dropout_p > 0:
             return "it has no dropout"
+        if options.softmax_scale <= 0:
+            return "it scales the -inf of what is masked, which needs a positive softmax scale"
         return None
 
     def prepare(self, tiles: Sequence[Tile]) -> Sequence[Tile]:

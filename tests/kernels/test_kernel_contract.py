@@ -301,6 +301,7 @@ SHAPES = Shapes("cpu", torch.float32, 8, 8)
 def test_auto_takes_the_first_kernel_that_can() -> None:
     assert select_kernel("auto", SHAPES, KernelOptions(1.0)).name == "aten_cpu"
     assert select_kernel("auto", SHAPES, KernelOptions(1.0, dropout_p=0.1)).name == "reference"
+    assert select_kernel("auto", SHAPES, KernelOptions(0.0)).name == "reference"
     other = dataclasses.replace(SHAPES, device="meta")
     assert select_kernel("auto", other, KernelOptions(1.0)).name == "reference"
 
