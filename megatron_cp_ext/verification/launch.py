@@ -36,6 +36,15 @@ def torchrun(ranks: int, arguments: Sequence[str], *, logs: Path, script: Path |
     ]
 
 
+def forked(ranks: int, arguments: Sequence[str], *, logs: Path, script: Path | None) -> list[str]:
+    """The command that trains in forks of one process: on CPUs far sooner under way."""
+    return [
+        *(sys.executable, "-m", "megatron_cp_ext.verification.forked"),
+        *(str(ranks), str(logs), *([] if script is None else [str(script)])),
+        *arguments,
+    ]
+
+
 def environment() -> dict[str, str]:
     """The environment of a run: this process's, with one thread per rank."""
     return {

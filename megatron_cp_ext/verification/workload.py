@@ -15,10 +15,12 @@ TINY_GPT = (
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
 )
 
-# The rate is constant, so that a run's first steps do not depend on how many follow.
+# The rate is constant, so that a run's first steps do not depend on how many follow, and a resumed
+# training may have another number of them than the checkpoint was written for.
 ADAM = (
     *("--optimizer", "adam", "--lr", "1e-3", "--min-lr", "1e-3", "--lr-decay-style", "constant"),
-    *("--lr-warmup-iters", "0", "--weight-decay", "0.01", "--clip-grad", "1.0"),
+    *("--lr-warmup-iters", "0", "--override-opt-param-scheduler"),
+    *("--weight-decay", "0.01", "--clip-grad", "1.0"),
 )
 
 # 256 byte values and the end-of-document token.

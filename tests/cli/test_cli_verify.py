@@ -188,3 +188,18 @@ def test_an_interrupt_ends_every_process_and_exits_with_130(tmp_path, number):
     assert error.splitlines() == ["megatron-cp verify: interrupted"]
     assert len(pids) == 2
     assert left == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_real_training_passes_where_it_is_the_same_and_fails_where_it_is_not(tmp_path, capsys):
+    argv = ["verify", "--output", str(tmp_path), "--steps", "3", "--timeout", "180"]
+    assert cli.main([*argv, "--config", "ring:cp=2", "ring:cp=2,lr=2e-3"]) == 1
+    data = json.loads((tmp_path / "verify.json").read_text())
+    assert [run["verdict"] for run in data["runs"]] == ["PASS", "PASS", "FAIL"], (
+        capsys.readouterr().out
+    )
+    same, other = data["runs"][1:]
+    assert same["largest_loss_difference"] < 1e-6
+    assert other["differences"][0]["loss"] < 1e-6
+    assert other["differences"][1]["loss"] > 1e-3
