@@ -9,10 +9,12 @@ GPT pre-training runs.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import megatron_cp_ext
@@ -50,8 +52,15 @@ def search_from(folder: Path) -> None:
         sys.path.append(str(Path(megatron_cp_ext.__file__).parents[1]))
 
 
-def main() -> None:
-    """Install the plugin, then run the script named on the command line, or the packaged one."""
+def prepare() -> Callable[[], None]:
+    """Install the plugin for the script named on the command line, or the packaged one.
+
+    Returns:
+        What runs it.
+
+    Raises:
+        UsageError: the script does not exist.
+    """
     script = find_script(sys.argv[1:])
     if script is not None:
         search_from(script.resolve().parent)
@@ -62,9 +71,17 @@ def main() -> None:
     if script is None:
         # Not through runpy: processes that Megatron spawns import the main module again, and
         # this one is light.
-        importlib.import_module(PACKAGED).main()
-    else:
-        runpy.run_path(str(script), run_name="__main__")
+        return importlib.import_module(PACKAGED).main
+    return functools.partial(_run_script, script)
+
+
+def _run_script(script: Path) -> None:
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def main() -> None:
+    """Install the plugin, then run the script named on the command line, or the packaged one."""
+    prepare()()
 
 
 if __name__ == "__main__":
