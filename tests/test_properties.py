@@ -1,4 +1,4 @@
-"""Any algorithm, any mask, any layout, any heads: the oracle's numbers, or a refusal by the rules."""
+"""Any algorithm, mask, layout and heads: the oracle's numbers, or a refusal by the rules."""
 
 from __future__ import annotations
 
