@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megatron_cp_ext import capabilities
 from megatron_cp_ext.algorithms import ALGORITHMS, AttentionCall
 from megatron_cp_ext.errors import UsageError
 from megatron_cp_ext.groups import ContextParallelGroups
-from megatron_cp_ext.kernels import KernelOptions, select_kernel
-from megatron_cp_ext.kernels.interface import Shapes
+from megatron_cp_ext.kernels import KERNELS, KernelOptions
 from megatron_cp_ext.layout import SequenceLayout
 from megatron_cp_ext.mask import AttentionMask
 
@@ -64,35 +65,73 @@ def context_parallel_attention(
             arguments do not fit together or the combination is not supported.
     """
     _check_shapes(query, key, value, sink=sink, groups=groups, layout=layout, mask=mask)
-    if algorithm not in ALGORITHMS:
-        raise UsageError(
-            option="algorithm",
-            value=algorithm,
-            reason="there is no such algorithm",
-            remedy=f"use one of {', '.join(ALGORITHMS)}",
-        )
     options = _kernel_options(
         softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(query.size(-1)),
         dropout_p,
         dropout_seed,
         deterministic=deterministic,
     )
-    shapes = Shapes(query.device.type, query.dtype, query.size(-1), value.size(-1))
+    if algorithm in ALGORITHMS:
+        ALGORITHMS[algorithm].check(groups, layout, query.size(2))
+    chosen_kernel = capabilities.require(
+        algorithm=algorithm,
+        kernel=kernel,
+        features=_features(
+            query, key, value, sink=sink, groups=groups, layout=layout, mask=mask, options=options
+        ),
+        platform=query.device.type,
+    )
     call = AttentionCall(
         layout=layout,
         mask=mask,
-        kernel=select_kernel(kernel, shapes, options),
+        kernel=KERNELS[chosen_kernel],
         options=options,
         groups=groups,
         return_lse=return_lse,
     )
-    chosen = ALGORITHMS[algorithm]
-    chosen.check(call, query.size(2), key.size(2))
-    out, lse = chosen.attend(query, key, value, sink=sink, call=call)
+    out, lse = ALGORITHMS[algorithm].attend(query, key, value, sink=sink, call=call)
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
+
+
+_DTYPE_FEATURES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+
+def _features(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    sink: Tensor | None,
+    groups: ContextParallelGroups,
+    layout: SequenceLayout,
+    mask: AttentionMask,
+    options: KernelOptions,
+) -> list[str]:
+    """What this call needs, in the words of `capabilities.FEATURES`."""
+    heads, kv_heads, degree = query.size(2), key.size(2), groups.ulysses.size
+    tokens = [sum(span.length for span in m.spans or ()) for m in mask.samples or (mask,)]
+    used = {
+        "padding": any(0 < count < layout.seq_len for count in tokens),
+        "gqa": kv_heads < heads,
+        "few_kv_heads": kv_heads < degree,
+        "uneven_heads": heads % degree != 0,
+        "few_heads": heads < degree,
+        "v_dim": value.size(-1) != query.size(-1),
+        "sink": sink is not None,
+        "dropout": options.dropout_p > 0,
+        "deterministic": options.deterministic,
+        "any_scale": options.softmax_scale <= 0,
+        _DTYPE_FEATURES[query.dtype]: True,
+    }
+    return [*mask.features(), *(feature for feature, is_used in used.items() if is_used)]
 
 
 def _kernel_options(
@@ -152,8 +191,9 @@ def _check_shapes(
         problem = "query heads must be a multiple of KV heads, which key and value share"
     elif query.size(3) != key.size(3):
         problem = "query and key heads must have the same size"
-    elif not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
-        problem = f"dtypes {query.dtype}, {key.dtype}, {value.dtype} must be one floating dtype"
+    elif not query.dtype == key.dtype == value.dtype or query.dtype not in _DTYPE_FEATURES:
+        dtypes = f"{query.dtype}, {key.dtype}, {value.dtype}"
+        problem = f"dtypes {dtypes}: all must be one of fp64, fp32, bf16, fp16"
         remedy = "cast them"
     elif sink is not None and list(sink.shape) != [query.size(2)]:
         problem = f"the sink has shape {list(sink.shape)}"

@@ -255,6 +255,22 @@ class AttentionMask:
             q_offset += q_run.length
         return tuple(found)
 
+    def features(self) -> list[str]:
+        """What a kernel and an algorithm must be able to do, as `capabilities` names it."""
+        if self.samples is not None:
+            found = {"per_sample": True}
+            for sample in self.samples:
+                found |= dict.fromkeys(sample.features(), True)
+            return list(found)
+        used = {
+            "causal": self.hi == 0,
+            "full": self.hi != 0,
+            "window": self.lo is not None or self.hi not in (None, 0),
+            "documents": self.spans is not None,
+            "dense": self.pairs is not None,
+        }
+        return [feature for feature, is_used in used.items() if is_used]
+
     def touches(self, q_run: Run, k_run: Run) -> bool:
         """Whether some query position of `q_run` may see some key position of `k_run`.
 

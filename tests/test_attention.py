@@ -204,13 +204,13 @@ MISTAKES: dict[str, tuple[Callable[[Call], Call], str, str, str]] = {
     "dtypes differ": (
         lambda c: {"key": c["key"].double()},
         TENSORS,
-        "one floating dtype",
+        "one of fp64",
         "cast",
     ),
     "integers": (
         lambda c: {n: c[n].long() for n in ("query", "key", "value")},
         TENSORS,
-        "one floating dtype",
+        "one of fp64",
         "cast",
     ),
     "sink of another size": (give(sink=torch.zeros(3)), TENSORS, "sink has shape [3]", "[4]"),

@@ -10,6 +10,8 @@ from torch import Tensor
 from megatron_cp_ext.algorithms.interface import Algorithm, AttentionCall
 from megatron_cp_ext.algorithms.ring import RingExchange
 from megatron_cp_ext.algorithms.ulysses import attend_by_heads, check_heads
+from megatron_cp_ext.groups import ContextParallelGroups
+from megatron_cp_ext.layout import SequenceLayout
 
 
 class HybridAlgorithm(Algorithm):
@@ -17,9 +19,9 @@ class HybridAlgorithm(Algorithm):
 
     name = "hybrid"
 
-    def check(self, call: AttentionCall, heads: int, kv_heads: int) -> None:
+    def check(self, groups: ContextParallelGroups, layout: SequenceLayout, heads: int) -> None:
         """Every rank of a Ulysses group needs a head."""
-        check_heads(self.name, call, heads)
+        check_heads(self.name, groups, heads)
 
     def attend(
         self,

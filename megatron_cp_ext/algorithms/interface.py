@@ -65,7 +65,7 @@ class Algorithm(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    def check(self, call: AttentionCall, heads: int, kv_heads: int) -> None:
+    def check(self, groups: ContextParallelGroups, layout: SequenceLayout, heads: int) -> None:
         """Raise UsageError if these groups or head counts cannot be served."""
 
     @abc.abstractmethod

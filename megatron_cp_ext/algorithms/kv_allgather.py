@@ -15,8 +15,10 @@ from megatron_cp_ext.algorithms.packing import KVPack
 from megatron_cp_ext.algorithms.ring import require_ring_only
 from megatron_cp_ext.comm import all_gather, reduce_scatter
 from megatron_cp_ext.errors import UsageError
+from megatron_cp_ext.groups import ContextParallelGroups
 from megatron_cp_ext.kernels.interface import accumulation_dtype
 from megatron_cp_ext.kernels.merge import OutputAccumulator
+from megatron_cp_ext.layout import SequenceLayout
 
 
 class KVAllGatherExchange:
@@ -83,10 +85,10 @@ class KVAllGatherAlgorithm(Algorithm):
 
     name = "kvallgather"
 
-    def check(self, call: AttentionCall, heads: int, kv_heads: int) -> None:
+    def check(self, groups: ContextParallelGroups, layout: SequenceLayout, heads: int) -> None:
         """The gathering group must be the whole group, and shards must be equally long."""
-        require_ring_only(self.name, call)
-        lengths = [call.layout.local_length(rank) for rank in range(call.layout.cp_size)]
+        require_ring_only(self.name, groups)
+        lengths = [layout.local_length(rank) for rank in range(layout.cp_size)]
         if len(set(lengths)) > 1:
             raise UsageError(
                 option="layout",

@@ -23,8 +23,10 @@ from megatron_cp_ext.algorithms.packing import KVPack
 from megatron_cp_ext.algorithms.relay import Chunk, Hop, RelayPlan, relay_plan
 from megatron_cp_ext.comm import CommGroup, Transfer, start_transfer
 from megatron_cp_ext.errors import UsageError
+from megatron_cp_ext.groups import ContextParallelGroups
 from megatron_cp_ext.kernels.interface import accumulation_dtype
 from megatron_cp_ext.kernels.merge import OutputAccumulator
+from megatron_cp_ext.layout import SequenceLayout
 
 # Chunks whose buffers are being filled, in the order of the transfer.
 _Arriving = tuple[list[Chunk], Transfer]
@@ -185,9 +187,9 @@ class RingAlgorithm(Algorithm):
 
     name = "ring"
 
-    def check(self, call: AttentionCall, heads: int, kv_heads: int) -> None:
+    def check(self, groups: ContextParallelGroups, layout: SequenceLayout, heads: int) -> None:
         """The ring must be the whole group."""
-        require_ring_only(self.name, call)
+        require_ring_only(self.name, groups)
 
     def attend(
         self,
@@ -202,12 +204,12 @@ class RingAlgorithm(Algorithm):
         return sharded_attention(query, key, value, sink=sink, exchange=RingExchange(), call=call)
 
 
-def require_ring_only(name: str, call: AttentionCall) -> None:
+def require_ring_only(name: str, groups: ContextParallelGroups) -> None:
     """Raise UsageError if the groups have a Ulysses part, which `name` would not use."""
-    if call.groups.ulysses.size > 1:
+    if groups.ulysses.size > 1:
         raise UsageError(
             option="ulysses_degree",
-            value=call.groups.ulysses.size,
+            value=groups.ulysses.size,
             reason=f"algorithm {name} exchanges no heads",
             remedy="use 1, or algorithm hybrid or ulysses",
         )

@@ -16,6 +16,8 @@ from megatron_cp_ext.algorithms.heads import HeadExchange, HeadSplit, gather_hea
 from megatron_cp_ext.algorithms.interface import Algorithm, AttentionCall
 from megatron_cp_ext.algorithms.local import LocalExchange
 from megatron_cp_ext.errors import UsageError
+from megatron_cp_ext.groups import ContextParallelGroups
+from megatron_cp_ext.layout import SequenceLayout
 
 
 def attend_by_heads(
@@ -59,11 +61,11 @@ def attend_by_heads(
     return gather_heads(by_query_head, out), _gather_lse(by_query_head, lse, call)
 
 
-def check_heads(name: str, call: AttentionCall, heads: int) -> None:
+def check_heads(name: str, groups: ContextParallelGroups, heads: int) -> None:
     """Raise UsageError if there are fewer query heads than ranks in a Ulysses group."""
-    degree = call.groups.ulysses.size
+    degree = groups.ulysses.size
     if heads < degree:
-        fitting = [d for d in range(1, heads + 1) if call.groups.cp.size % d == 0]
+        fitting = [d for d in range(1, heads + 1) if groups.cp.size % d == 0]
         raise UsageError(
             option="ulysses_degree",
             value=degree,
@@ -86,16 +88,16 @@ class UlyssesAlgorithm(Algorithm):
 
     name = "ulysses"
 
-    def check(self, call: AttentionCall, heads: int, kv_heads: int) -> None:
+    def check(self, groups: ContextParallelGroups, layout: SequenceLayout, heads: int) -> None:
         """The Ulysses group must be the whole group, and every rank needs a head."""
-        if call.groups.ring.size > 1:
+        if groups.ring.size > 1:
             raise UsageError(
                 option="ulysses_degree",
-                value=call.groups.ulysses.size,
+                value=groups.ulysses.size,
                 reason="algorithm ulysses exchanges heads over the whole context-parallel group",
-                remedy=f"use {call.groups.cp.size}, or algorithm hybrid",
+                remedy=f"use {groups.cp.size}, or algorithm hybrid",
             )
-        check_heads(self.name, call, heads)
+        check_heads(self.name, groups, heads)
 
     def attend(
         self,

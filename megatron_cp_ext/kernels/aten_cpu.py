@@ -13,14 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_cp_ext.kernels.interface import AttentionKernel, KernelOptions, Shapes
+from megatron_cp_ext.kernels.interface import AttentionKernel, KernelOptions
 from megatron_cp_ext.kernels.merge import finite_lse
 from megatron_cp_ext.kernels.tiling import cut_bands, is_top_left_causal, join_full_tiles
 from megatron_cp_ext.mask import Tile
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MASKED_ROWS = 512  # rows of a block with an explicit mask: bounds the mask's memory
 
 
@@ -28,18 +27,6 @@ class AtenCpuKernel(AttentionKernel):
     """FlashAttention-2 for CPUs inside torch."""
 
     name = "aten_cpu"
-
-    def refuses(self, shapes: Shapes, options: KernelOptions) -> str | None:
-        """Other devices, odd dtypes, dropout, and a scale that is not positive."""
-        if shapes.device != "cpu":
-            return f"it runs on CPU tensors, and these are on {shapes.device}"
-        if shapes.dtype not in _DTYPES:
-            return f"it has no {shapes.dtype}"
-        if options.dropout_p > 0:
-            return "it has no dropout"
-        if options.softmax_scale <= 0:
-            return "it scales the -inf of what is masked, which needs a positive softmax scale"
-        return None
 
     def prepare(self, tiles: Sequence[Tile]) -> Sequence[Tile]:
         """Full, top-left causal and small masked tiles."""

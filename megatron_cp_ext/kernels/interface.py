@@ -42,23 +42,6 @@ class KernelOptions:
     deterministic: bool = False
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """What a kernel has to cope with, for deciding whether it can.
-
-    Args:
-        device: type of the device, such as `"cpu"`.
-        dtype: of query, key and value.
-        qk_dim: size of a query or key head.
-        v_dim: size of a value head.
-    """
-
-    device: str
-    dtype: torch.dtype
-    qk_dim: int
-    v_dim: int
-
-
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32, or fp64 for fp64: what partial results are kept in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -78,10 +61,6 @@ class AttentionKernel(abc.ABC):
     """
 
     name: str
-
-    @abc.abstractmethod
-    def refuses(self, shapes: Shapes, options: KernelOptions) -> str | None:
-        """Why this kernel cannot do that, or None if it can."""
 
     def prepare(self, tiles: Sequence[Tile]) -> Sequence[Tile]:
         """Recut tiles into those the backend can do in one call each; as they are by default."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_cp_ext.kernels.interface import (
     AttentionKernel,
     KernelOptions,
-    Shapes,
     accumulation_dtype,
 )
 from megatron_cp_ext.kernels.merge import finite_lse
@@ -26,10 +25,6 @@ class ReferenceKernel(AttentionKernel):
     """Explicit softmax, one KV head at a time."""
 
     name = "reference"
-
-    def refuses(self, shapes: Shapes, options: KernelOptions) -> str | None:
-        """Nothing: any device, any floating dtype, any dims, with dropout."""
-        return None
 
     def tile_forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, tile: Tile, options: KernelOptions

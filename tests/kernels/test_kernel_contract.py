@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_cp_ext import AttentionMask, SequenceLayout
-from megatron_cp_ext.kernels import KERNELS, AttentionKernel, KernelOptions, select_kernel
-from megatron_cp_ext.kernels.interface import Shapes, accumulation_dtype
+from megatron_cp_ext import AttentionMask, SequenceLayout, capabilities
+from megatron_cp_ext.kernels import KERNELS, AttentionKernel, KernelOptions
+from megatron_cp_ext.kernels.interface import accumulation_dtype
 from megatron_cp_ext.kernels.merge import OutputAccumulator
 from megatron_cp_ext.mask import Tile
 from megatron_cp_ext.testing import (
@@ -32,9 +31,7 @@ Refused = Callable[..., AbstractContextManager[None]]
 
 same_every_time = settings(max_examples=25, derandomize=True, deadline=None)
 on_cpu = [
-    kernel
-    for kernel in KERNELS.values()
-    if kernel.refuses(Shapes("cpu", torch.float64, 8, 8), KernelOptions(1.0)) is None
+    kernel for kernel in KERNELS.values() if capabilities.platform_support(kernel.name, "cpu").works
 ]
 
 
@@ -291,32 +288,3 @@ def test_inputs_are_left_alone(kernel: AttentionKernel) -> None:
 
     attend(kernel, case, place=remember)
     assert all(torch.equal(now, before) for now, before in seen)
-
-
-# Which kernel a call gets.
-
-SHAPES = Shapes("cpu", torch.float32, 8, 8)
-
-
-def test_auto_takes_the_first_kernel_that_can() -> None:
-    assert select_kernel("auto", SHAPES, KernelOptions(1.0)).name == "aten_cpu"
-    assert select_kernel("auto", SHAPES, KernelOptions(1.0, dropout_p=0.1)).name == "reference"
-    assert select_kernel("auto", SHAPES, KernelOptions(0.0)).name == "reference"
-    other = dataclasses.replace(SHAPES, device="meta")
-    assert select_kernel("auto", other, KernelOptions(1.0)).name == "reference"
-
-
-@pytest.mark.parametrize(
-    ("name", "shapes", "dropout_p", "reason"),
-    [
-        ("flash", SHAPES, 0.0, "no such kernel"),
-        ("aten_cpu", SHAPES, 0.1, "no dropout"),
-        ("aten_cpu", dataclasses.replace(SHAPES, device="meta"), 0.0, "on meta"),
-        ("aten_cpu", dataclasses.replace(SHAPES, dtype=torch.float8_e5m2), 0.0, "float8_e5m2"),
-    ],
-)
-def test_a_kernel_that_cannot_is_refused_with_those_that_can(
-    refused: Refused, name: str, shapes: Shapes, dropout_p: float, reason: str
-) -> None:
-    with refused("kernel", reason=reason, remedy="reference"):
-        select_kernel(name, shapes, KernelOptions(1.0, dropout_p=dropout_p))
