@@ -48,10 +48,15 @@ class DocumentsFeature(Feature):
         if not is_active(args):
             return
         from megatron_cp_ext.megatron import batch, rope
+        from megatron_cp_ext.megatron.releases import newest_name
 
         manager.register(
             wrap(
-                f"{UTILS}:_get_batch_on_this_cp_rank_per_sequence_balancing",
+                newest_name(
+                    UTILS,
+                    "_get_batch_on_this_cp_rank_per_sequence_balancing",
+                    "get_pretrain_batch_on_this_cp_rank",
+                ),
                 batch.cut_per_sequence,
                 owner=self.name,
                 parameters=("batch", "cp_group"),
@@ -59,7 +64,11 @@ class DocumentsFeature(Feature):
         )
         manager.register(
             wrap(
-                f"{UTILS}:_get_batch_on_this_cp_rank_per_document_balancing",
+                newest_name(
+                    UTILS,
+                    "_get_batch_on_this_cp_rank_per_document_balancing",
+                    "get_sft_batch_on_this_cp_rank",
+                ),
                 batch.cut_per_document,
                 owner=self.name,
                 parameters=("batch", "cp_group"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import mpu
+from megatron.core import mpu, utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -24,13 +24,12 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import (
     StragglerDetector,
-    flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training import argument_utils, get_args, get_timers, pretrain, print_rank_0
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.datasets.sft_dataset import SFTDataset
@@ -38,6 +37,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_cp_ext.errors import UsageError
+from megatron_cp_ext.megatron.releases import supported
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
@@ -89,7 +89,12 @@ def check_args(args: argparse.Namespace) -> None:
 
 def is_packed(args: argparse.Namespace) -> bool:
     """Whether samples carry document boundaries, so that every pipeline stage needs them."""
-    return args.sft or args.dataloader_inter_document_masking
+    return args.sft or masks_documents(args)
+
+
+def masks_documents(args: argparse.Namespace) -> bool:
+    """Whether `--dataloader-inter-document-masking` is given, which releases from 0.19 have."""
+    return getattr(args, "dataloader_inter_document_masking", False)
 
 
 def has_mtp(args: argparse.Namespace, vp_stage: int | None) -> bool:
@@ -137,7 +142,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "reset_attention_mask": args.reset_attention_mask,
         "eod_mask_loss": args.eod_mask_loss,
         "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
-        "inter_document_masking": args.dataloader_inter_document_masking,
+        **supported(GPTDatasetConfig, inter_document_masking=masks_documents(args)),
         # how it will be divided
         "context_parallel_size": args.context_parallel_size,
         "data_parallel_size": args.data_parallel_size,
@@ -226,7 +231,7 @@ def read_batch(iterator: Iterator[dict[str, Any]], vp_stage: int | None) -> Batc
 
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=packed,
+        **supported(get_batch_on_this_tp_rank, has_cu_seqlens=packed, is_sft=packed),
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -240,7 +245,10 @@ def read_batch(iterator: Iterator[dict[str, Any]], vp_stage: int | None) -> Batc
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch = flatten_batch_for_packed_sequences(batch)
+    # Releases that lack it read one packed sample at a time.
+    flatten = getattr(utils, "flatten_batch_for_packed_sequences", None)
+    if flatten is not None:
+        batch = flatten(batch)
     if not at_an_end:
         boundaries = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
         return {name: batch[name] if name in boundaries else None for name in BATCH_FIELDS}
@@ -249,7 +257,10 @@ def read_batch(iterator: Iterator[dict[str, Any]], vp_stage: int | None) -> Batc
         batch,
         is_hybrid_cp=False,
         cp_group=mpu.get_context_parallel_group(),
-        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
+        **supported(
+            get_batch_on_this_cp_rank,
+            use_per_sequence_balancing=masks_documents(args) and not args.sft,
+        ),
     )
     return {name: batch.get(name) for name in BATCH_FIELDS}
 
@@ -277,7 +288,7 @@ def packed_sequences(batch: Batch, seq_length: int) -> PackedSeqParams | None:
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        tokens_per_sample=seq_length,
+        **supported(PackedSeqParams, tokens_per_sample=seq_length),
     )
 
 
@@ -351,14 +362,28 @@ def embedding_ranks(pipeline: list[int]) -> list[int]:
     return sorted(ranks)
 
 
+def model_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """What tells `pretrain` the model: its configuration or, before 0.19, a function."""
+    configure = getattr(argument_utils, "gpt_config_from_args", None)
+    if configure is not None:
+        return {"cfg_container": pretrain_cfg_container_from_args(args, configure(args))}
+    from megatron_cp_ext.megatron import gpt_model
+
+    gpt_model.check_args(args)
+    return {
+        "cfg_container": pretrain_cfg_container_from_args(args),
+        "model_provider": gpt_model.provide_model,
+    }
+
+
 def main() -> None:
     """Train as the command line says."""
     args = parse_and_validate_args(args_defaults=DEFAULTS)
     check_args(args)
     pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
-        provide_datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
+        train_valid_test_dataset_provider=provide_datasets,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
         get_embedding_ranks=embedding_ranks,
+        **model_arguments(args),
     )
