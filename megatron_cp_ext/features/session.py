@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.metadata
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from megatron_cp_ext.errors import UsageError, flatten, raise_all
 from megatron_cp_ext.features.registry import all_features
+from megatron_cp_ext.megatron.releases import (
+    TESTED_VERSIONS,
+    describe_version,
+    installed_version,
+)
 from megatron_cp_ext.patching import Feature, PatchManager
 from megatron_cp_ext.patching.patch import wrap
 
@@ -25,13 +30,14 @@ class Session:
 
     def __init__(self, features: list[Feature]) -> None:
         self.features = features
-        self.manager = PatchManager(f"megatron-core {_megatron_version()}")
+        self.manager = PatchManager()
         self._decided = False
 
     def install(self) -> None:
         """Wrap Megatron's argument parsing and validation, and nothing else."""
         for feature in self.features:
             feature.before_import()
+        self.manager.version = describe_version(installed_version())
         self._wrap_arguments()
 
     def _wrap_arguments(self) -> None:
@@ -75,6 +81,8 @@ class Session:
             return parser
 
         parsed = original(provider, *args, **kwargs)
+        if parsed.rank == 0:
+            _warn_when_untested(installed_version())
         # --yaml-cfg throws the parsed options away; ours come back at their defaults.
         for name, default in vars(ours.parse_args([])).items():
             if not hasattr(parsed, name):
@@ -119,11 +127,14 @@ class Session:
         raise_all(errors)
 
 
-def _megatron_version() -> str:
-    try:
-        return importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
+def _warn_when_untested(version: str) -> None:
+    """Say that nobody has tried this Megatron; what does not fit fails when it is patched."""
+    if version not in TESTED_VERSIONS:
+        warnings.warn(
+            f"megatron_cp_ext is tested with megatron-core {' and '.join(TESTED_VERSIONS)}, and "
+            f"this is {version}. Before a long run, compare its numbers with `megatron-cp verify`.",
+            stacklevel=2,
+        )
 
 
 @functools.cache

@@ -32,3 +32,19 @@ def newest_name(module: str, *names: str) -> str:
     """
     found = importlib.import_module(module)
     return f"{module}:{next((name for name in names if hasattr(found, name)), names[0])}"
+
+
+def installed_version() -> str:
+    """The release of the `megatron.core` in use, which a checkout may bring instead of a wheel."""
+    try:
+        info = importlib.import_module("megatron.core.package_info")
+    except ModuleNotFoundError:
+        return "(not installed)"
+    # Not its __version__, which may end with a commit.
+    *numbers, pre_release = info.VERSION
+    return ".".join(map(str, numbers)) + pre_release
+
+
+def describe_version(version: str) -> str:
+    """How errors about patch targets name Megatron: this release, and those known to fit."""
+    return f"megatron-core {version} (tested: {', '.join(TESTED_VERSIONS)})"
