@@ -32,6 +32,7 @@ class AttentionCase:
         v_dim: size of a value head.
         dtype: of the tensors.
         softmax_scale: factor on query-key products; None for 1 / sqrt(qk_dim).
+        deterministic: whether two equal runs must be bitwise equal.
         with_sink: whether there is a sink.
         dropout_p: attention dropout.
         kernel: name of the kernel.
@@ -51,6 +52,7 @@ class AttentionCase:
     v_dim: int = 8
     dtype: torch.dtype = torch.float64
     softmax_scale: float | None = None
+    deterministic: bool = False
     with_sink: bool = False
     dropout_p: float = 0.0
     kernel: str = "auto"

@@ -57,6 +57,7 @@ def attend_here(case: AttentionCase, groups: ContextParallelGroups) -> Results:
         sink=sink,
         dropout_p=case.dropout_p,
         dropout_seed=case.seed,
+        deterministic=case.deterministic,
         kernel=case.kernel,
         return_lse=True,
     )
