@@ -171,3 +171,25 @@ def test_sends_and_receives_on_separate_groups(gloo_pool: GetPool, world: int) -
         for mask, dtype in itertools.product(MASKS, (torch.float64, torch.bfloat16))
     ]
     assert_matches_oracle(gloo_pool(world), *cases)
+
+
+@pytest.mark.parametrize(("algorithm", "world", "degree"), [way for way in WAYS if way[1] == 8])
+def test_the_error_of_bf16_does_not_grow_with_the_number_of_ranks(
+    gloo_pool: GetPool, algorithm: str, world: int, degree: int
+) -> None:
+    """Eight ranks merge eight partial results; the bound is that of one rank's error."""
+    cases = [
+        AttentionCase(
+            SequenceLayout.zigzag(512, world),
+            mask,
+            algorithm=algorithm,
+            ulysses_degree=degree,
+            heads=8,
+            kv_heads=2,
+            qk_dim=16,
+            v_dim=16,
+            dtype=torch.bfloat16,
+        )
+        for mask in MASKS
+    ]
+    assert_matches_oracle(gloo_pool(world), *cases)

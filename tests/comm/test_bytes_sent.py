@@ -18,7 +18,7 @@ import ast
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -186,6 +186,29 @@ def tokens_others_need(case: AttentionCase) -> int:
         for rank in range(layout.cp_size)
         if rank != owner and pairs[:, :, layout.positions(rank), run.start : run.stop].any()
     )
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "world"), [(28, 7, 2), (8, 2, 3), (8, 8, 3), (32, 2, 4), (9, 3, 4)]
+)
+def test_ulysses_sends_a_kv_head_only_to_ranks_whose_query_heads_use_it(
+    gloo_pool: GetPool, heads: int, kv_heads: int, world: int
+) -> None:
+    """Query heads are split as evenly as they can be, whether or not the ranks divide them."""
+    (case, *_) = cases_of("ulysses", world, world, AttentionMask.causal())
+    case = replace(case, heads=heads, kv_heads=kv_heads)
+    bounds = [heads * rank // world for rank in range(world + 1)]
+    used = [
+        len({head * kv_heads // heads for head in range(start, stop)})
+        for start, stop in itertools.pairwise(bounds)
+    ]
+    for rank, (sent,) in enumerate(gloo_pool(world).run(count, [case])):
+        own = bounds[rank + 1] - bounds[rank]
+        # Before: all heads of its tokens, to the others. After: its heads of others' tokens.
+        to_others = (heads - own) * D + (sum(used) - used[rank]) * (D + DV)
+        back = own * (world - 1) * DV
+        tokens = SEQ_LEN // world * BATCH * 4
+        assert sent.forward.total() == (to_others + back) * tokens, str(case)
 
 
 def test_operations_are_as_few_as_promised(gloo_pool: GetPool) -> None:
