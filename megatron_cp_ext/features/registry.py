@@ -6,6 +6,7 @@ from megatron_cp_ext.features.context_parallel import ContextParallelFeature
 from megatron_cp_ext.features.cpu_platform import CpuPlatformFeature
 from megatron_cp_ext.features.documents import DocumentsFeature
 from megatron_cp_ext.features.hybrid import HybridFeature
+from megatron_cp_ext.features.loss import LossFeature
 from megatron_cp_ext.features.metrics import MetricsFeature
 from megatron_cp_ext.features.ring import RingFeature
 from megatron_cp_ext.features.ulysses import UlyssesFeature
@@ -23,5 +24,6 @@ def all_features() -> list[Feature]:
         UlyssesFeature(),
         HybridFeature(),
         DocumentsFeature(),
+        LossFeature(),
         MetricsFeature(),
     ]
