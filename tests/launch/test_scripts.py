@@ -291,8 +291,9 @@ CHECKS = [
     "ruff check .",
     "ruff format --check .",
     "mypy ",
-    "shellcheck --external-sources launch/lib.sh launch/quickstart.sh launch/setup.sh "
-    "launch/test.sh .ci/run",
+    "shellcheck --external-sources "
+    + "".join(f"launch/{path.name} " for path in sorted((REPOSITORY / "launch").glob("*.sh")))
+    + ".ci/run",
 ]
 
 
