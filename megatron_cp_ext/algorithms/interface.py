@@ -35,19 +35,8 @@ class AttentionCall:
     groups: ContextParallelGroups
     return_lse: bool = False
 
-    def tiles(self, group: CommGroup, owner: int) -> Sequence[Tile]:
-        """Tiles of this rank's queries against the keys that rank `owner` of `group` holds."""
-        return self._tiles(group, self.layout.shards[owner])
-
-    def tiles_of_keys(self, group: CommGroup, run: Run) -> Sequence[Tile]:
-        """Tiles of this rank's queries against the keys of some consecutive positions."""
-        return self._tiles(group, (run,))
-
-    def tiles_of_all_keys(self, group: CommGroup) -> Sequence[Tile]:
-        """Tiles of this rank's queries against the whole sequence in natural order."""
-        return self._tiles(group, (Run(0, self.layout.seq_len),))
-
-    def _tiles(self, group: CommGroup, k_runs: tuple[Run, ...]) -> Sequence[Tile]:
+    def tiles(self, group: CommGroup, k_runs: tuple[Run, ...]) -> Sequence[Tile]:
+        """Tiles of this rank's queries against keys of the positions `k_runs`, in that order."""
         q_runs = self.layout.shards[group.rank]
         return self.mask.remember(
             ("tiles", q_runs, k_runs), lambda: self.mask.tiles(q_runs, k_runs)

@@ -1,19 +1,19 @@
 """KV all-gather: every rank gathers all keys and values once (Llama 3, arXiv:2407.21783).
 
-The gradients of keys and values go back by one reduce-scatter, summed in fp32. As every rank
-has all keys at once, any mask costs the same; memory grows with the whole sequence's KV.
+The gradients of keys and values go back in one step too, summed in fp32. A rank has all keys it
+needs at once, so its memory grows with the whole sequence's KV, unless the mask needs little of
+it. How much is gathered, and by which collective, is for `gathering.py`.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatron_cp_ext.algorithms.function import sharded_attention, zero_gradients
+from megatron_cp_ext.algorithms.gathering import Gathering, gathering
 from megatron_cp_ext.algorithms.interface import Algorithm, AttentionCall
-from megatron_cp_ext.algorithms.packing import KVPack
+from megatron_cp_ext.algorithms.relay import relay_plan
 from megatron_cp_ext.algorithms.ring import require_ring_only
-from megatron_cp_ext.comm import all_gather, reduce_scatter
 from megatron_cp_ext.errors import UsageError
 from megatron_cp_ext.groups import ContextParallelGroups
 from megatron_cp_ext.kernels.interface import accumulation_dtype
@@ -29,9 +29,10 @@ class KVAllGatherExchange:
     ) -> OutputAccumulator:
         """Gather, then one kernel call."""
         into = OutputAccumulator.empty(query, value.size(-1), accumulation_dtype(query.dtype))
-        all_keys, all_values = _gather(key, value, call)
-        tiles = call.tiles_of_all_keys(call.groups.ring)
-        call.kernel.forward(query, all_keys, all_values, tiles, options=call.options, into=into)
+        source = _gathering(call)
+        keys, values = source.gather(key, value)
+        tiles = call.tiles(call.groups.ring, source.runs)
+        call.kernel.forward(query, keys, values, tiles, options=call.options, into=into)
         return into
 
     def backward(
@@ -46,38 +47,25 @@ class KVAllGatherExchange:
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gather again, one kernel call, and send each rank the sum of its gradients."""
-        all_keys, all_values = _gather(key, value, call)
-        dq, all_dk, all_dv = zero_gradients(query, all_keys, all_values)
+        source = _gathering(call)
+        keys, values = source.gather(key, value)
+        dq, dk, dv = zero_gradients(query, keys, values)
         call.kernel.backward(
             dout,
             query,
-            all_keys,
-            all_values,
-            call.tiles_of_all_keys(call.groups.ring),
+            keys,
+            values,
+            call.tiles(call.groups.ring, source.runs),
             out=out,
             lse=lse,
             options=call.options,
-            into=(dq, all_dk, all_dv),
+            into=(dq, dk, dv),
         )
-        layout, ring = call.layout, call.groups.ring
-        shards = [
-            KVPack.of(layout.shard(all_dk, owner), layout.shard(all_dv, owner))
-            for owner in range(ring.size)
-        ]
-        stacked = torch.stack([shard.buffer for shard in shards])
-        own = shards[ring.rank].holding(reduce_scatter(stacked, ring, kind="dkv"))
-        return dq, own.key, own.value
+        return dq, *source.scatter(dk, dv)
 
 
-def _gather(key: Tensor, value: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """All keys `[s, b, hk, d]` and values `[s, b, hk, dv]` in natural order."""
-    ring = call.groups.ring
-    own = KVPack.of(key, value)
-    packs = [own.holding(row) for row in all_gather(own.buffer, ring, kind="kv")]
-    return (
-        call.layout.unshard([pack.key for pack in packs]),
-        call.layout.unshard([pack.value for pack in packs]),
-    )
+def _gathering(call: AttentionCall) -> Gathering:
+    return gathering(call.layout, relay_plan(call.layout, call.mask), call.groups.ring)
 
 
 class KVAllGatherAlgorithm(Algorithm):

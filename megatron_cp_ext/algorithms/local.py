@@ -21,7 +21,7 @@ class LocalExchange:
     ) -> OutputAccumulator:
         """One kernel call over everything."""
         into = OutputAccumulator.empty(query, value.size(-1), accumulation_dtype(query.dtype))
-        tiles = call.tiles_of_all_keys(_ALONE)
+        tiles = call.tiles(_ALONE, call.layout.shards[0])
         call.kernel.forward(query, key, value, tiles, options=call.options, into=into)
         return into
 
@@ -43,7 +43,7 @@ class LocalExchange:
             query,
             key,
             value,
-            call.tiles_of_all_keys(_ALONE),
+            call.tiles(_ALONE, call.layout.shards[0]),
             out=out,
             lse=lse,
             options=call.options,

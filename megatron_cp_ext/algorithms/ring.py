@@ -98,11 +98,11 @@ class RingExchange:
         for step in range(plan.steps + 1):
             under_way = couriers.start(plan.key_hops(step + 1), here, dtype=key.dtype, kind="kv")
             if step == 0:
-                tiles = call.tiles(ring, ring.rank)
+                tiles = call.tiles(ring, call.layout.shards[ring.rank])
                 call.kernel.forward(query, key, value, tiles, options=call.options, into=into)
             else:
                 for chunk, kv in here.items():
-                    tiles = call.tiles_of_keys(ring, chunk.run)
+                    tiles = call.tiles(ring, (chunk.run,))
                     call.kernel.forward(
                         query, kv.key, kv.value, tiles, options=call.options, into=into
                     )
@@ -129,7 +129,7 @@ class RingExchange:
         for step in range(plan.steps + 1):
             under_way = couriers.start(plan.key_hops(step + 1), here, dtype=key.dtype, kind="kv")
             if step == 0:
-                attended = [(key, value, dk, dv, call.tiles(ring, ring.rank))]
+                attended = [(key, value, dk, dv, call.tiles(ring, call.layout.shards[ring.rank]))]
             else:
                 shares = {chunk: kv.zeros(dq.dtype) for chunk, kv in here.items()}
                 attended = [
@@ -138,7 +138,7 @@ class RingExchange:
                         kv.value,
                         shares[chunk].key,
                         shares[chunk].value,
-                        call.tiles_of_keys(ring, chunk.run),
+                        call.tiles(ring, (chunk.run,)),
                     )
                     for chunk, kv in here.items()
                 ]
