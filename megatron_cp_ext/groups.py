@@ -142,7 +142,12 @@ def second_group(first: dist.ProcessGroup) -> dist.ProcessGroup:
 
     Collective over the members of `first` alone.
     """
-    return dist.new_group(dist.get_process_group_ranks(first), use_local_synchronization=True)
+    device = dist.distributed_c10d._get_pg_default_device(first)
+    return dist.new_group(
+        dist.get_process_group_ranks(first),
+        timeout=first._get_backend(device).options._timeout,
+        use_local_synchronization=True,
+    )
 
 
 def ulysses_ranks(size: int, degree: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_cp_ext.algorithms.interface import AttentionCall
+from megatron_cp_ext.comm import during, innermost
 from megatron_cp_ext.kernels.interface import accumulation_dtype
 from megatron_cp_ext.kernels.merge import OutputAccumulator, finite_lse
 
@@ -50,7 +51,9 @@ class _ShardedAttention(torch.autograd.Function):
         exchange: KVExchange,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor]:
-        accumulated = exchange.forward(query, key, value, call=call)
+        ctx.place = innermost()  # of the layer, which the backward pass does not know
+        with during("forward"):
+            accumulated = exchange.forward(query, key, value, call=call)
         if sink is not None:
             accumulated.add_sink(sink)
         out, lse = accumulated.out.to(query.dtype), accumulated.lse
@@ -63,7 +66,10 @@ class _ShardedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, sink = ctx.saved_tensors
-        dq, dk, dv = ctx.exchange.backward(dout, query, key, value, out=out, lse=lse, call=ctx.call)
+        with during(ctx.place or "attention"), during("backward"):
+            dq, dk, dv = ctx.exchange.backward(
+                dout, query, key, value, out=out, lse=lse, call=ctx.call
+            )
         dsink = None if sink is None else sink_gradient(dout, out, lse, sink)
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), dsink, None, None
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp_ext.comm import CommGroup, all_to_all
+from megatron_cp_ext.comm import CommGroup, all_to_all, during, innermost
 from megatron_cp_ext.kernels.interface import accumulation_dtype
 from megatron_cp_ext.layout import Run, SequenceLayout, copy_runs_to, local_runs
 
@@ -193,25 +193,29 @@ def _length(rows: Sequence[Run]) -> int:
 class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return tuple(exchange.to_heads(tensors))
+        ctx.exchange, ctx.place = exchange, innermost()
+        with during("forward, scattering heads"):
+            return tuple(exchange.to_heads(tensors))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.to_sequence(gradients)
+        with during(ctx.place or "attention"), during("backward, gathering heads"):
+            return None, *ctx.exchange.to_sequence(gradients)
 
 
 class _ToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, tensor: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.to_sequence([tensor])[0]
+        ctx.exchange, ctx.place = exchange, innermost()
+        with during("forward, gathering heads"):
+            return exchange.to_sequence([tensor])[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.exchange.to_heads([gradient])[0]
+        with during(ctx.place or "attention"), during("backward, scattering heads"):
+            return None, ctx.exchange.to_heads([gradient])[0]
 
 
 def scatter_heads(exchange: HeadExchange, *tensors: Tensor) -> tuple[Tensor, ...]:

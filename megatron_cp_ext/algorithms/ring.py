@@ -21,7 +21,7 @@ from megatron_cp_ext.algorithms.function import sharded_attention, zero_gradient
 from megatron_cp_ext.algorithms.interface import Algorithm, AttentionCall
 from megatron_cp_ext.algorithms.packing import KVPack
 from megatron_cp_ext.algorithms.relay import Chunk, Hop, RelayPlan, relay_plan
-from megatron_cp_ext.comm import CommGroup, Transfer, start_transfer
+from megatron_cp_ext.comm import CommGroup, Transfer, start_transfer, steps
 from megatron_cp_ext.errors import UsageError
 from megatron_cp_ext.groups import ContextParallelGroups
 from megatron_cp_ext.kernels.interface import accumulation_dtype
@@ -95,7 +95,7 @@ class RingExchange:
         into = OutputAccumulator.empty(query, value.size(-1), accumulation_dtype(query.dtype))
         couriers = _Couriers(plan, ring, key, value)
         here = couriers.here
-        for step in range(plan.steps + 1):
+        for step in steps("ring step", plan.steps):
             under_way = couriers.start(plan.key_hops(step + 1), here, dtype=key.dtype, kind="kv")
             if step == 0:
                 tiles = call.tiles(ring, call.layout.shards[ring.rank])
@@ -126,7 +126,7 @@ class RingExchange:
         couriers = _Couriers(plan, ring, key, value)
         here = couriers.here
         under_way_home: _Arriving | None = None
-        for step in range(plan.steps + 1):
+        for step in steps("ring step", plan.steps):
             under_way = couriers.start(plan.key_hops(step + 1), here, dtype=key.dtype, kind="kv")
             if step == 0:
                 attended = [(key, value, dk, dv, call.tiles(ring, call.layout.shards[ring.rank]))]

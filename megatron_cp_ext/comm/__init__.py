@@ -1,6 +1,7 @@
 """Every byte on the wire goes through this floor, and is counted here."""
 
 from megatron_cp_ext.comm.collectives import all_gather, all_to_all, reduce_scatter
+from megatron_cp_ext.comm.places import during, innermost, steps
 from megatron_cp_ext.comm.ring import Transfer, start_transfer
 from megatron_cp_ext.comm.topology import CommGroup
 from megatron_cp_ext.comm.traffic import Traffic
@@ -11,6 +12,9 @@ __all__ = [
     "Transfer",
     "all_gather",
     "all_to_all",
+    "during",
+    "innermost",
     "reduce_scatter",
     "start_transfer",
+    "steps",
 ]

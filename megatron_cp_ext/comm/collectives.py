@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp_ext.comm.places import during, members
 from megatron_cp_ext.comm.topology import CommGroup
 
 # torch 2.13 renames these two and warns at every use of the old names.
@@ -40,9 +41,10 @@ def all_to_all(
     received = buffer.new_empty(sum(receive_sizes))
     own = send_sizes[group.rank]
     group.traffic.record(kind, (buffer.numel() - own) * buffer.element_size())
-    dist.all_to_all_single(
-        received, buffer, list(receive_sizes), list(send_sizes), group=group.group
-    )
+    with during(_with_others("all-to-all", kind, group)):
+        dist.all_to_all_single(
+            received, buffer, list(receive_sizes), list(send_sizes), group=group.group
+        )
     return received
 
 
@@ -53,7 +55,8 @@ def all_gather(buffer: Tensor, group: CommGroup, *, kind: str) -> Tensor:
     gathered = buffer.new_empty(group.size * buffer.numel())
     sent = (group.size - 1) * buffer.numel() * buffer.element_size()
     group.traffic.record(kind, sent)
-    _all_gather(gathered, buffer, group=group.group)
+    with during(_with_others("all-gather", kind, group)):
+        _all_gather(gathered, buffer, group=group.group)
     return gathered.view(group.size, -1)
 
 
@@ -64,5 +67,12 @@ def reduce_scatter(buffer: Tensor, group: CommGroup, *, kind: str) -> Tensor:
     reduced = torch.empty_like(buffer[0])
     sent = (group.size - 1) * reduced.numel() * buffer.element_size()
     group.traffic.record(kind, sent)
-    _reduce_scatter(reduced, buffer.flatten(), group=group.group)
+    with during(_with_others("reduce-scatter", kind, group)):
+        _reduce_scatter(reduced, buffer.flatten(), group=group.group)
     return reduced
+
+
+def _with_others(operation: str, kind: str, group: CommGroup) -> str:
+    """An operation in words, for the error that ends it."""
+    others = [rank for rank in group.ranks if rank != group.ranks[group.rank]]
+    return f"{operation} of {kind} with {members(others)}"

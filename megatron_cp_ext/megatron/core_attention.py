@@ -23,6 +23,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_cp_ext.attention import context_parallel_attention
+from megatron_cp_ext.comm import during
 from megatron_cp_ext.errors import UsageError
 from megatron_cp_ext.groups import ContextParallelGroups
 from megatron_cp_ext.layout import SequenceLayout
@@ -155,21 +156,22 @@ class ContextParallelAttention(DotProductAttention):
     ) -> Tensor:
         """`[s_local, b, heads, d]` to `[s_local, b, heads * dv]`."""
         dropout_p = self.attention_dropout.p if self.training else 0.0
-        out = context_parallel_attention(
-            query,
-            key,
-            value,
-            algorithm=self.settings.algorithm,
-            groups=self.groups,
-            layout=layout,
-            mask=mask,
-            softmax_scale=self.softmax_scale,
-            sink=self.softmax_offset,
-            dropout_p=dropout_p,
-            dropout_seed=_draw_seed() if dropout_p > 0.0 else None,
-            deterministic=self.settings.deterministic,
-            kernel=self.settings.kernel,
-        )
+        with during(f"layer {self.layer_number}"):
+            out = context_parallel_attention(
+                query,
+                key,
+                value,
+                algorithm=self.settings.algorithm,
+                groups=self.groups,
+                layout=layout,
+                mask=mask,
+                softmax_scale=self.softmax_scale,
+                sink=self.softmax_offset,
+                dropout_p=dropout_p,
+                dropout_seed=_draw_seed() if dropout_p > 0.0 else None,
+                deterministic=self.settings.deterministic,
+                kernel=self.settings.kernel,
+            )
         return out.flatten(2)
 
     def _mask(
