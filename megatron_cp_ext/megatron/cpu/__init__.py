@@ -6,7 +6,7 @@ can be listed and undone; nothing here is in force until a feature registers the
 
 from __future__ import annotations
 
-from megatron_cp_ext.megatron.cpu import device, memory, moe, norm, rng, startup, streams
+from megatron_cp_ext.megatron.cpu import device, memory, moe, norm, optimizer, rng, startup, streams
 from megatron_cp_ext.patching import Patch
 
 
@@ -14,6 +14,6 @@ def patches() -> list[Patch]:
     """All patches of the CPU platform."""
     return [
         patch
-        for module in (device, streams, memory, rng, norm, moe, startup)
+        for module in (device, streams, memory, rng, norm, moe, optimizer, startup)
         for patch in module.patches()
     ]
