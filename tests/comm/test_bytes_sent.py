@@ -9,7 +9,8 @@ Per rank and call, with c = S / P tokens, H query heads, K KV heads, dims d and 
     hybrid, U x R         Ulysses of U, and a ring of R with U c tokens and K' / U heads
 
 The ring sends a chunk only to ranks that need it, so the masks decide how much of its formula
-it uses: everything without a mask, three quarters in a causal zigzag.
+it uses: everything without a mask, three quarters in a causal zigzag. The KV all-gather does so
+too where that is at most half of everything; its collective is made for sending everything.
 """
 
 from __future__ import annotations
@@ -158,18 +159,24 @@ def test_a_causal_zigzag_saves_the_ring_a_quarter_and_the_others_nothing(
         AttentionMask.per_sample([AttentionMask.causal(window=(2, 0)), AttentionMask.causal()]),
     ],
 )
-def test_the_ring_sends_a_chunk_only_to_ranks_that_need_it(
+def test_a_chunk_goes_only_to_ranks_that_need_it(
     gloo_pool: GetPool, world: int, mask: AttentionMask
 ) -> None:
     cases = [
-        case
-        for layout in (SequenceLayout.zigzag(SEQ_LEN, world), SequenceLayout.contiguous(48, world))
-        for case in [AttentionCase(layout, mask, batch=BATCH, qk_dim=D, v_dim=DV, kv_heads=2)]
+        AttentionCase(
+            layout, mask, algorithm=algorithm, batch=BATCH, qk_dim=D, v_dim=DV, kv_heads=2
+        )
+        for layout, algorithm in itertools.product(
+            (SequenceLayout.zigzag(SEQ_LEN, world), SequenceLayout.contiguous(SEQ_LEN, world)),
+            ("ring", "kvallgather"),
+        )
     ]
     by_rank = gloo_pool(world).run(count, cases)
     for index, case in enumerate(cases):
-        row = BATCH * case.kv_heads * (D + DV) * 8
-        expected = tokens_others_need(case) * row
+        tokens, everything = tokens_others_need(case), (world - 1) * SEQ_LEN
+        if case.algorithm == "kvallgather" and 2 * tokens > everything:
+            tokens = everything
+        expected = tokens * BATCH * case.kv_heads * (D + DV) * 8
         sent = [ranks[index] for ranks in by_rank]
         assert sum(each.forward.total() for each in sent) == expected, str(case)
         assert sum(each.backward.total() for each in sent) == 2 * expected, str(case)
