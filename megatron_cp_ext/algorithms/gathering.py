@@ -38,10 +38,15 @@ class Gathering(Protocol):
 
 def gathering(layout: SequenceLayout, plan: RelayPlan, group: CommGroup) -> Gathering:
     """Send what is needed if that is at most half of everything, else everything."""
-    needed = sum((len(chunk.path) - 1) * chunk.run.length for chunk in plan.chunks)
-    if 2 * needed <= (group.size - 1) * layout.seq_len:
+    if gathers_needed_only(plan, layout):
         return NeededGathering(layout, plan, group)
     return WholeGathering(layout, group)
+
+
+def gathers_needed_only(plan: RelayPlan, layout: SequenceLayout) -> bool:
+    """Whether the ranks need at most half of each other's keys."""
+    needed = sum((len(chunk.path) - 1) * chunk.run.length for chunk in plan.chunks)
+    return 2 * needed <= (layout.cp_size - 1) * layout.seq_len
 
 
 class WholeGathering:

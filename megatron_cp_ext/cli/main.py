@@ -18,6 +18,8 @@ USAGE_STATUS = 2
 INTERRUPTED_STATUS = 130
 
 COMMANDS = {
+    "check": "check and plan a launch command for any number of ranks, without devices",
+    "doctor": "what is installed, which kernels work, and whether every patch fits",
     "run": "run a Megatron training script, or the packaged GPT pre-training, with the plugin",
     "verify": "train with and without context parallelism and compare the numbers",
 }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_cp_ext.errors import UsageError, raise_all
+from megatron_cp_ext.features.findings import Arguments, settle
+from megatron_cp_ext.features.mindspeed_flags import REFUSED_ALGORITHMS
+from megatron_cp_ext.features.rules_parallel import COMM_TYPES, DEFAULT_COMM_TYPE
 from megatron_cp_ext.kernels import KERNELS
 from megatron_cp_ext.megatron.settings import ALGORITHM_CHOICES, ContextParallelSettings, is_active
 from megatron_cp_ext.patching import Feature, PatchManager
@@ -21,11 +23,12 @@ class ContextParallelFeature(Feature):
         group = parser.add_argument_group(title="context parallelism")
         group.add_argument(
             "--context-parallel-algo",
-            choices=ALGORITHM_CHOICES,
+            choices=(*ALGORITHM_CHOICES, *REFUSED_ALGORITHMS),
             default=None,
             help="How attention is computed over a sequence split by --context-parallel-size: "
             "megatron_cp_algo (ring), ulysses_cp_algo, hybrid_cp_algo (Ulysses inside a ring) or "
-            "kvallgather_cp_algo. Default: megatron_cp_algo.",
+            "kvallgather_cp_algo. Default: what --cp-comm-type says, or megatron_cp_algo. "
+            "adaptive_cp_algo and hybrid_adaptive_cp_algo are refused.",
         )
         group.add_argument(
             "--attention-mask-type",
@@ -43,23 +46,15 @@ class ContextParallelFeature(Feature):
         )
 
     def pre_validate_args(self, args: argparse.Namespace) -> None:
-        """Check what Megatron's own validation would reject with a bare assertion."""
-        if args.context_parallel_size == 1:
+        """`--cp-comm-type`, where only it is given, chooses the algorithm that communicates so."""
+        view = Arguments(args)
+        given = view.cp_comm_type
+        given = [given] if isinstance(given, str) else given
+        if view.cp == 1 or view.context_parallel_algo is not None or not given:
             return
-        parts = 2 * args.context_parallel_size
-        errors = []
-        if args.seq_length is not None and args.seq_length % parts:
-            nearest = max(1, round(args.seq_length / parts)) * parts
-            errors.append(
-                UsageError(
-                    option="--seq-length",
-                    value=args.seq_length,
-                    reason=f"--context-parallel-size {args.context_parallel_size} cuts the "
-                    f"sequence into {parts} equal chunks, two for each rank",
-                    remedy=f"use a multiple of {parts}, for example {nearest}",
-                )
-            )
-        raise_all(errors)
+        meant = {COMM_TYPES.get(kind) for kind in given}
+        if list(given) != DEFAULT_COMM_TYPE and len(meant) == 1:
+            settle(args, "context_parallel_algo", meant.pop())
 
     def post_validate_args(self, args: argparse.Namespace) -> None:
         """A causal mask needs no tensor; one of `[s, s]` is what long sequences cannot afford."""

@@ -153,6 +153,10 @@ class PatchManager:
         self._sites.clear()
         self._declared.clear()
 
+    def declared(self) -> list[Patch]:
+        """All patches declared so far, applied or not."""
+        return list(self._declared)
+
     def applied(self) -> list[AppliedPatch]:
         """All patches now in place, in the order they were declared."""
         return [
