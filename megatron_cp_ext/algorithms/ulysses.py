@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from megatron_cp_ext.algorithms.function import KVExchange, sharded_attention
@@ -17,6 +16,7 @@ from megatron_cp_ext.algorithms.interface import Algorithm, AttentionCall
 from megatron_cp_ext.algorithms.local import LocalExchange
 from megatron_cp_ext.errors import UsageError
 from megatron_cp_ext.groups import ContextParallelGroups
+from megatron_cp_ext.kernels.shared_heads import SharedHeadsKernel
 from megatron_cp_ext.layout import SequenceLayout
 
 
@@ -39,14 +39,10 @@ def attend_by_heads(
     by_query_head = among_neighbours(split.query, kind="heads")
     (q,) = scatter_heads(by_query_head, query)
     k, v = scatter_heads(among_neighbours(split.kv, split.kv, kind="heads"), key, value)
-    index = split.kv_index(ulysses.rank)
-    if index is not None:
-        chosen = torch.tensor(index, device=k.device)
-        k, v = k.index_select(2, chosen), v.index_select(2, chosen)
-
-    own = split.query[ulysses.rank]
+    index, own = split.kv_index(ulysses.rank), split.query[ulysses.rank]
     inner = replace(
         call,
+        kernel=call.kernel if index is None else SharedHeadsKernel(call.kernel, index),
         layout=call.layout.grouped(ulysses.size),
         options=replace(call.options, first_head=call.options.first_head + own.start),
     )

@@ -195,20 +195,25 @@ def tokens_others_need(case: AttentionCase) -> int:
     )
 
 
+def split_of(heads: int, kv_heads: int, degree: int) -> tuple[list[int], list[int]]:
+    """Bounds of each rank's query heads, as even as can be, and how many KV heads they use."""
+    bounds = [heads * rank // degree for rank in range(degree + 1)]
+    used = [
+        len({head * kv_heads // heads for head in range(start, stop)})
+        for start, stop in itertools.pairwise(bounds)
+    ]
+    return bounds, used
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "world"), [(28, 7, 2), (8, 2, 3), (8, 8, 3), (32, 2, 4), (9, 3, 4)]
 )
 def test_ulysses_sends_a_kv_head_only_to_ranks_whose_query_heads_use_it(
     gloo_pool: GetPool, heads: int, kv_heads: int, world: int
 ) -> None:
-    """Query heads are split as evenly as they can be, whether or not the ranks divide them."""
     (case, *_) = cases_of("ulysses", world, world, AttentionMask.causal())
     case = replace(case, heads=heads, kv_heads=kv_heads)
-    bounds = [heads * rank // world for rank in range(world + 1)]
-    used = [
-        len({head * kv_heads // heads for head in range(start, stop)})
-        for start, stop in itertools.pairwise(bounds)
-    ]
+    bounds, used = split_of(heads, kv_heads, world)
     for rank, (sent,) in enumerate(gloo_pool(world).run(count, [case])):
         own = bounds[rank + 1] - bounds[rank]
         # Before: all heads of its tokens, to the others. After: its heads of others' tokens.
@@ -216,6 +221,19 @@ def test_ulysses_sends_a_kv_head_only_to_ranks_whose_query_heads_use_it(
         back = own * (world - 1) * DV
         tokens = SEQ_LEN // world * BATCH * 4
         assert sent.forward.total() == (to_others + back) * tokens, str(case)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(28, 7), (5, 1), (6, 3), (7, 7)])
+def test_the_ring_of_a_hybrid_carries_the_kv_heads_in_use_and_no_copies(
+    gloo_pool: GetPool, heads: int, kv_heads: int
+) -> None:
+    (case, *_) = cases_of("hybrid", 4, 2, AttentionMask.full())
+    case = replace(case, heads=heads, kv_heads=kv_heads)
+    _, used = split_of(heads, kv_heads, 2)
+    for rank, (sent,) in enumerate(gloo_pool(4).run(count, [case])):
+        keys = SEQ_LEN // 2 * BATCH * used[rank % 2] * (D + DV)
+        assert sent.forward["kv"] == keys * 4
+        assert sent.backward["kv"] + sent.backward["dkv"] == keys * (4 + 4)
 
 
 def test_operations_are_as_few_as_promised(gloo_pool: GetPool) -> None:

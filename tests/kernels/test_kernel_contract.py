@@ -16,6 +16,7 @@ from megatron_cp_ext import AttentionMask, SequenceLayout, capabilities
 from megatron_cp_ext.kernels import KERNELS, AttentionKernel, KernelOptions
 from megatron_cp_ext.kernels.interface import accumulation_dtype
 from megatron_cp_ext.kernels.merge import OutputAccumulator
+from megatron_cp_ext.kernels.shared_heads import SharedHeadsKernel
 from megatron_cp_ext.mask import Tile
 from megatron_cp_ext.testing import (
     AttentionCase,
@@ -175,6 +176,15 @@ def test_value_heads_of_another_size(kernel: AttentionKernel, dims: tuple[int, i
     layout = SequenceLayout.zigzag(16, 2)
     case = AttentionCase(layout, heads=2, kv_heads=1, qk_dim=dims[0], v_dim=dims[1])
     assert_right(kernel, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_kv_heads_repeated_for_the_kernel_are_shared_heads(
+    kernel: AttentionKernel, dtype: torch.dtype
+) -> None:
+    """Unequal groups, which this is for, are met in the algorithms' tests."""
+    case = AttentionCase(SequenceLayout.zigzag(32, 2), kv_heads=2, batch=2, dtype=dtype)
+    assert_right(SharedHeadsKernel(kernel, [0, 0, 1, 1]), case)
 
 
 def last_dimension_strided(tensor: Tensor) -> Tensor:
