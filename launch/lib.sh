@@ -18,3 +18,8 @@ die() {
 has() {
     command -v "$1" >/dev/null 2>&1
 }
+
+# print_usage FILE: the comment at the top of a script.
+print_usage() {
+    sed -n '2,/^[^#]/{/^# shellcheck/d;s/^# \{0,1\}//p;}' "$1"
+}

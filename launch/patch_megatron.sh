@@ -14,10 +14,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 LINE='import megatron_cp_ext.adaptor'
 TABLE=$ROOT/patches/fingerprints.tsv
 
-usage() {
-    sed -n '2,/^set /{/^#/s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"
-}
-
 # fingerprint FILE: its SHA-256.
 fingerprint() {
     if has sha256sum; then
@@ -81,7 +77,7 @@ patch_file() {
 
 case "${1-}" in
     -h | --help)
-        usage
+        print_usage "$0"
         exit
         ;;
 esac

@@ -293,7 +293,7 @@ CHECKS = [
     "mypy ",
     "shellcheck --external-sources "
     + "".join(f"launch/{path.name} " for path in sorted((REPOSITORY / "launch").glob("*.sh")))
-    + ".ci/run",
+    + "launch/slurm.sbatch .ci/run",
 ]
 
 
