@@ -257,8 +257,7 @@ def bert_losses(size: int) -> Tensor:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_cp_ext.megatron import bidirectional, cpu
-    from megatron_cp_ext.megatron.specs import context_parallel_layer_spec
+    from megatron_cp_ext.megatron import bidirectional, context_parallel_layer_spec, cpu
 
     manager = PatchManager()
     for patch in cpu.patches():
@@ -316,8 +315,8 @@ def test_a_spec_gets_it_without_patches() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    from megatron_cp_ext.megatron import context_parallel_layer_spec
     from megatron_cp_ext.megatron.core_attention import ContextParallelAttention
-    from megatron_cp_ext.megatron.specs import context_parallel_layer_spec
 
     spec = get_gpt_layer_local_spec()
     ours = context_parallel_layer_spec(spec, algorithm="ulysses_cp_algo", ulysses_degree=2)
