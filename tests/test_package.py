@@ -78,6 +78,7 @@ FORBIDDEN = {
     **{part: {"MEGATRON", "megatron", "features", "cli", "patching"} for part in NUMERIC},
     "patching": {"MEGATRON", "megatron", "features", "cli"} | (NUMERIC - {"errors"}),
     "testing": {"MEGATRON", "megatron", "features", "cli", "patching"},
+    "benchmark": {"MEGATRON", "megatron", "features", "cli", "patching"},
     "megatron": {"features", "cli"},
     "features": {"cli"},
 }

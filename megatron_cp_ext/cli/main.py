@@ -18,6 +18,7 @@ USAGE_STATUS = 2
 INTERRUPTED_STATUS = 130
 
 COMMANDS = {
+    "bench": "time the algorithms beside one rank that has the whole sequence",
     "check": "check and plan a launch command for any number of ranks, without devices",
     "doctor": "what is installed, which kernels work, and whether every patch fits",
     "run": "run a Megatron training script, or the packaged GPT pre-training, with the plugin",
