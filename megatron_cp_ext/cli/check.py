@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -73,7 +74,10 @@ def main(argv: Sequence[str]) -> int:
     args = make_parser().parse_args(argv[:index])
     command, world_size, environment = _command(args, list(argv[index + 1 :]))
 
-    from megatron_cp_ext.features.checking import check_command
+    with warnings.catch_warnings():
+        # Megatron warns of every package that only a cluster has.
+        warnings.simplefilter("ignore")
+        from megatron_cp_ext.features.checking import check_command
 
     outcome = check_command(
         command,

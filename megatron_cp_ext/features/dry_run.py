@@ -20,15 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import megatron_cp_ext
 from megatron_cp_ext.errors import UsageError, flatten
-from megatron_cp_ext.features.cpu_platform import SETTINGS, CpuPlatformFeature
+from megatron_cp_ext.features.cpu_platform import CpuPlatformFeature
 from megatron_cp_ext.features.facts import BLACKWELL, Facts
 from megatron_cp_ext.features.findings import Advice, Arguments, Finding, find_holder
+from megatron_cp_ext.features.metrics import MetricsFeature
 from megatron_cp_ext.features.plan import PlanFeature, plan_of
 from megatron_cp_ext.features.registry import all_features
 from megatron_cp_ext.features.rules import RulesFeature
 from megatron_cp_ext.features.session import ARGUMENTS, Session
-from megatron_cp_ext.patching import Feature, PatchManager, replace
+from megatron_cp_ext.patching import Feature, Patch, PatchManager, replace
 from megatron_cp_ext.planner.plan import Plan
 
 OWNER = "dry-run"
@@ -45,15 +47,17 @@ class ToldPlatform(CpuPlatformFeature):
         self.platform = platform
 
     def pre_validate_args(self, args: argparse.Namespace) -> None:
-        """Set what the CPU platform would set there, and look for no device."""
+        """Look for no device; do what is done there."""
         args.cp_platform = self.platform
-        for name, value in SETTINGS if self.platform == "cpu" else ():
-            if hasattr(args, name):
-                setattr(args, name, value)
+        if self.platform == "cpu":
+            super().pre_validate_args(args)
 
-    def register_early_patches(self, manager: PatchManager, args: argparse.Namespace) -> None:
-        """The platform's patches, for the list."""
-        super().register_early_patches(manager, args)
+
+class MetricsOnPaper(MetricsFeature):
+    """Leaves a file that an earlier run has written as it is."""
+
+    def post_validate_args(self, args: argparse.Namespace) -> None:
+        """Empty no file."""
 
 
 class SilentPlan(PlanFeature):
@@ -115,6 +119,7 @@ class DryRun(Session):
         stand_ins: dict[type[Feature], Feature] = {
             CpuPlatformFeature: ToldPlatform(facts.platform),
             RulesFeature: self.rules,
+            MetricsFeature: MetricsOnPaper(),
             PlanFeature: SilentPlan(),
         }
         super().__init__([stand_ins.get(type(f), f) for f in all_features()])
@@ -137,7 +142,7 @@ class DryRun(Session):
         with quiet():
             try:
                 args = self.parse(argv, world_size or 1)
-            except _ParserError as error:
+            except ParserError as error:
                 return Outcome((error.as_usage(),))
             except Exception as error:
                 return Outcome((megatron_error(error),))
@@ -147,10 +152,15 @@ class DryRun(Session):
 
     def check_parsed(self, args: argparse.Namespace, *, sample_rank: int = 0) -> Outcome:
         """Validate and plan arguments that are parsed."""
-        with quiet(), self._pretending():
+        with self.pretending():
+            return self.examine(args, sample_rank=sample_rank)
+
+    def examine(self, args: argparse.Namespace, *, sample_rank: int = 0) -> Outcome:
+        """The same inside `pretending`, which many command lines can share."""
+        with quiet():
             try:
-                args, patches = self.validate(args)
                 _require_rank(sample_rank, args.world_size)
+                args, patches = self.validate(args)
                 plan = plan_of(args, self.facts, patches, sample_rank=sample_rank)
                 _build_config(args)
             except UsageError as error:
@@ -159,20 +169,30 @@ class DryRun(Session):
                 return Outcome((megatron_error(error),), tuple(self.rules.advice), args=args)
         return Outcome((), tuple(self.rules.advice), plan, args)
 
+    def patches_for(self, argv: Sequence[str], world_size: int) -> list[Patch]:
+        """What the features declare for a command line.
+
+        Raises:
+            UsageError: it is refused.
+        """
+        with quiet(), self.pretending():
+            _, patches = self.validate(self.parse(argv, world_size))
+        return patches
+
     def parse(self, argv: Sequence[str], world_size: int) -> argparse.Namespace:
         """What Megatron's own parser makes of it.
 
         Raises:
-            _ParserError: it stops at a mistake.
+            ParserError: it stops at a mistake.
         """
         stderr = io.StringIO()
         with _command_line(argv, world_size), contextlib.redirect_stderr(stderr):
             try:
                 return self._parse_args(self.arguments.parse_args)
             except SystemExit as error:
-                raise _ParserError(stderr.getvalue()) from error
+                raise ParserError(stderr.getvalue()) from error
 
-    def validate(self, args: argparse.Namespace) -> tuple[argparse.Namespace, list[Any]]:
+    def validate(self, args: argparse.Namespace) -> tuple[argparse.Namespace, list[Patch]]:
         """Run every hook around Megatron's validation; the arguments, and the patches declared.
 
         Raises:
@@ -193,8 +213,8 @@ class DryRun(Session):
         return args, manager.declared()
 
     @contextlib.contextmanager
-    def _pretending(self) -> Iterator[None]:
-        """Let Megatron's validation see the device that is planned for, and print nothing."""
+    def pretending(self) -> Iterator[None]:
+        """Inside, Megatron's validation sees the device that is planned for, and prints nothing."""
         manager = PatchManager(self.manager.version)
         answers: dict[str, Callable[..., Any]] = {
             "megatron.training.utils.common_utils:get_device_arch_version": lambda: BLACKWELL,
@@ -210,7 +230,7 @@ class DryRun(Session):
             manager.undo()
 
 
-class _ParserError(Exception):
+class ParserError(Exception):
     """The parser stopped, with these words on stderr."""
 
     def as_usage(self) -> UsageError:
@@ -225,8 +245,15 @@ class _ParserError(Exception):
 
 
 def megatron_error(error: Exception) -> UsageError:
-    """What Megatron raised, with the place and the condition, in our four parts."""
+    """What Megatron raised, with the place and the condition, in our four parts.
+
+    Raises:
+        Exception: the error itself, if this plugin raised it: that is a mistake of ours.
+    """
+    ours = Path(megatron_cp_ext.__file__).parent
     frame = traceback.extract_tb(error.__traceback__)[-1]
+    if ours in Path(frame.filename).parents:
+        raise error
     reason = str(error) or f"Megatron demands: {frame.line}"
     return UsageError(
         option=f"Megatron's own check, {Path(frame.filename).name} line {frame.lineno}",

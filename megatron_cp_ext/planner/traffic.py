@@ -84,20 +84,13 @@ def attention_traffic(
     if ulysses == layout.cp_size:
         return exchanged
     travelled = [
-        _ring(_kv_heads(split, place) * (shape.qk_dim + shape.v_dim), shape, grouped, mask)
+        _ring(split.kv[place].length * (shape.qk_dim + shape.v_dim), shape, grouped, mask)
         for place in range(ulysses)
         for grouped in [layout.grouped(ulysses)]
     ]
     return [
         sent + travelled[rank % ulysses][rank // ulysses] for rank, sent in enumerate(exchanged)
     ]
-
-
-def _kv_heads(split: HeadSplit, place: int) -> int:
-    """KV heads in the ring: one for each query head where groups are cut unevenly."""
-    if split.kv_index(place) is None:
-        return split.kv[place].length
-    return split.query[place].length
 
 
 def _ring(
