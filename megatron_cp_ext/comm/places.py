@@ -19,7 +19,7 @@ _NOTED = "_names_its_place"
 
 
 class _Places:
-    """The named blocks this process is in, outermost first.
+    """The named blocks this process is in, outermost first, and where its last error arose.
 
     One list for all threads: on accelerators autograd runs the backward pass in a thread of its
     own, while the one that called it waits inside its block.
@@ -27,6 +27,7 @@ class _Places:
 
     def __init__(self) -> None:
         self.entered: list[str] = []
+        self.failed = ""
 
 
 _here = _Places()
@@ -41,11 +42,13 @@ def during(what: str) -> Iterator[None]:
     """
     depth = len(_here.entered)
     _here.entered.append(what)
+    _here.failed = ""
     try:
         yield
     except Exception as error:
         if not hasattr(error, _NOTED):
-            error.add_note(here())
+            _here.failed = here()
+            error.add_note(_here.failed)
             setattr(error, _NOTED, True)
         raise
     finally:
@@ -65,9 +68,12 @@ def steps(name: str, count: int) -> Iterable[int]:
 
 
 def here() -> str:
-    """Where this rank is now, in words; empty outside of any named block."""
-    if not _here.entered:
-        return ""
+    """Where this rank is now, in words, or where the error arose that is on its way out.
+
+    Empty outside of any named block.
+    """
+    if _here.failed or not _here.entered:
+        return _here.failed
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return f"rank {rank}: {', '.join(_here.entered)}"
 

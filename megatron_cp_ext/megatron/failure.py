@@ -25,6 +25,8 @@ from megatron_cp_ext.comm.places import during, here
 EXIT_S = 30.0
 # What shells say of a process that SIGTERM ended.
 TERMINATED = 128 + signal.SIGTERM
+# No signal has this number.
+_LEAVE = b"\0"
 
 
 def named_block(name: Callable[[dict[str, Any]], str]) -> Callable[..., Any]:
@@ -134,8 +136,10 @@ def report_of_termination() -> Iterator[None]:
         if os.getpid() == owner:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.set_wakeup_fd(before)
-            os.close(writing)
+            # Closing it would wake nobody while a forked child has it, too.
+            os.write(writing, _LEAVE)
             watcher.join()
+            os.close(writing)
             os.close(reading)
 
 
@@ -144,8 +148,8 @@ def _leave_to_the_thread(_number: int, _frame: Any) -> None:
 
 
 def _watch(reading: int) -> None:
-    """Wait for SIGTERM, or for the other end to be closed."""
-    while numbers := os.read(reading, 64):
+    """Wait for SIGTERM, or until there is nothing more to wait for."""
+    while _LEAVE not in (numbers := os.read(reading, 64)):
         if signal.SIGTERM in numbers:
             where = here() or "outside of training steps"
             os.write(sys.stderr.fileno(), f"stopped by SIGTERM; {where}\n".encode())
