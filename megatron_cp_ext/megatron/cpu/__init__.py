@@ -6,14 +6,14 @@ can be listed and undone; nothing here is in force until a feature registers the
 
 from __future__ import annotations
 
+import functools
+
 from megatron_cp_ext.megatron.cpu import device, memory, moe, norm, optimizer, rng, startup, streams
 from megatron_cp_ext.patching import Patch
 
 
-def patches() -> list[Patch]:
-    """All patches of the CPU platform."""
-    return [
-        patch
-        for module in (device, streams, memory, rng, norm, moe, optimizer, startup)
-        for patch in module.patches()
-    ]
+@functools.cache
+def patches() -> tuple[Patch, ...]:
+    """All patches of the CPU platform; always the same ones, so that they can be declared again."""
+    modules = (device, streams, memory, rng, norm, moe, optimizer, startup)
+    return tuple(patch for module in modules for patch in module.patches())
