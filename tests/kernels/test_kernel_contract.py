@@ -17,6 +17,7 @@ from megatron_cp_ext.kernels import KERNELS, AttentionKernel, KernelOptions
 from megatron_cp_ext.kernels.interface import accumulation_dtype
 from megatron_cp_ext.kernels.merge import OutputAccumulator
 from megatron_cp_ext.kernels.shared_heads import SharedHeadsKernel
+from megatron_cp_ext.layout import Run
 from megatron_cp_ext.mask import Tile
 from megatron_cp_ext.testing import (
     AttentionCase,
@@ -158,6 +159,17 @@ def test_prepared_tiles_hold_the_same_pairs(
             covered_pairs(kernel.prepare(tiles), *size, batch=batch),
             covered_pairs(tiles, *size, batch=batch),
         )
+
+
+def test_tiles_of_different_samples_stay_apart(kernel: AttentionKernel) -> None:
+    """Sample 0 fills the lower half of a key shard's rows, sample 1 the upper."""
+    layout = SequenceLayout(16, ((Run(0, 4), Run(8, 12)), (Run(4, 8), Run(12, 16))))
+    samples = [AttentionMask.causal(), AttentionMask.documents([0, 8], causal=False)]
+    mask = AttentionMask.per_sample(samples)
+    lower, upper = mask.tiles(layout.shards[0], layout.shards[1])
+    assert (lower.q_rows, lower.batch) == (Run(4, 8), Run(0, 1))
+    assert (upper.q_rows, upper.batch) == (Run(0, 4), Run(1, 2))
+    assert_right(kernel, AttentionCase(layout, mask, batch=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
