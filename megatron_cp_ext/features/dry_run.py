@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import importlib
 import io
 import math
@@ -162,7 +163,7 @@ class DryRun(Session):
                 _require_rank(sample_rank, args.world_size)
                 args, patches = self.validate(args)
                 plan = plan_of(args, self.facts, patches, sample_rank=sample_rank)
-                _build_config(args)
+                self._build_config(args)
             except UsageError as error:
                 return Outcome(tuple(flatten(error)), tuple(self.rules.advice), args=args)
             except Exception as error:
@@ -212,6 +213,16 @@ class DryRun(Session):
             feature.register_patches(manager, args)
         return args, manager.declared()
 
+    def _build_config(self, args: argparse.Namespace) -> None:
+        """Make Megatron's model configuration, which has checks of its own."""
+        from megatron.training.argument_utils import core_transformer_config_from_args
+
+        args = copy.copy(args)
+        if self.facts.platform == "cuda":
+            # It looks for the fused kernel on this machine.
+            args.apply_rope_fusion = False
+        core_transformer_config_from_args(args)
+
     @contextlib.contextmanager
     def pretending(self) -> Iterator[None]:
         """Inside, Megatron's validation sees the device that is planned for, and prints nothing."""
@@ -221,6 +232,11 @@ class DryRun(Session):
             "torch.cuda:get_device_capability": lambda device=None: (9, 0),
             f"{ARGUMENTS}:_print_args": lambda title, args: None,
         }
+        if self.facts.platform == "cuda":
+            # This machine's Transformer Engine, or the lack of it, says nothing of the other's.
+            answers["megatron.core.utils:is_te_min_version"] = lambda version, **_options: True
+            rope = "megatron.core.models.common.embeddings.rope_utils"
+            answers[f"{rope}:fused_apply_rotary_pos_emb"] = lambda *_, **_options: None
         for target, answer in answers.items():
             manager.register(replace(target, answer, owner=OWNER))
         manager.apply()
@@ -272,13 +288,6 @@ def fewest_ranks(args: Any) -> int:
     tp, pp, cp, ep = degrees
     etp = max(1, view.size("expert_tensor_parallel_size", tp))
     return math.lcm(tp * pp * cp, etp * ep * pp)
-
-
-def _build_config(args: Any) -> None:
-    """Make Megatron's model configuration, which has checks of its own."""
-    from megatron.training.argument_utils import core_transformer_config_from_args
-
-    core_transformer_config_from_args(args)
 
 
 @contextlib.contextmanager

@@ -150,9 +150,16 @@ def packages_are_there(args: Arguments, facts: Facts) -> Iterator[Finding]:
 
 def backend_is_left_alone(args: Arguments, facts: Facts) -> Iterator[Finding]:
     """Megatron's choice of attention kernel chooses nothing here."""
-    if not args.is_active:
-        return
     backend = getattr(args.attention_backend, "name", args.attention_backend)
+    if not args.is_active:
+        if backend == "local" and (not args.spec or args.spec[0] != "local"):
+            yield UsageError(
+                option="--attention-backend",
+                value=backend,
+                reason="Megatron takes it with --spec local only",
+                remedy="drop it; --transformer-impl local chooses Megatron's own attention",
+            )
+        return
     for option, value in (
         ("--attention-backend", backend if backend not in (None, "auto") else None),
         ("--flash-attention-version", args.flash_attention_version),

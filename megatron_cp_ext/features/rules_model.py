@@ -8,11 +8,22 @@ from megatron_cp_ext.errors import UsageError
 from megatron_cp_ext.features.facts import Facts
 from megatron_cp_ext.features.findings import Advice, Arguments, Finding
 
+_UNSPLIT = "drop it, or train with --context-parallel-size 1 without --context-parallel-algo"
+
 
 def no_position_bias(args: Arguments, facts: Facts) -> Iterator[Finding]:
     """ALiBi and relative positions are additive biases, which no algorithm computes."""
     kind = args.position_embedding_type
-    if not args.is_active or not (kind in ("relative", "alibi") or args.alibi):
+    if not (kind in ("relative", "alibi") or args.alibi):
+        return
+    if not args.is_active:
+        if kind == "relative" and args.transformer_impl == "local":
+            yield UsageError(
+                option="--position-embedding-type",
+                value=kind,
+                reason="Megatron's local attention takes no bias on the scores",
+                remedy="use rope, or --transformer-impl transformer_engine on CUDA",
+            )
         return
     yield UsageError(
         option="--position-embedding-type",
@@ -115,24 +126,33 @@ def known_attention(args: Arguments, facts: Facts) -> Iterator[Finding]:
     for option, value in (
         ("--experimental-attention-variant", args.experimental_attention_variant),
         ("--use-kitchen-attention", args.use_kitchen_attention),
-        ("--qk-clip", args.qk_clip),
-        ("--log-max-attention-logit", args.log_max_attention_logit),
         ("--fp8-dot-product-attention", args.fp8_dot_product_attention),
         ("--fp8-multi-head-attention", args.fp8_multi_head_attention),
     ):
-        if not value:
-            continue
-        logits = option in ("--qk-clip", "--log-max-attention-logit")
-        yield UsageError(
-            option=option,
-            value=value,
-            reason="the largest attention logit is not reported by the kernels used here"
-            if logits
-            else "it computes attention by kernels of its own, which know nothing of the "
-            "algorithms here",
-            remedy="drop it, or train with --context-parallel-size 1 without "
-            "--context-parallel-algo",
-        )
+        if value:
+            yield UsageError(
+                option=option,
+                value=value,
+                reason="it computes attention by kernels of its own, which know nothing of the "
+                "algorithms here",
+                remedy=_UNSPLIT,
+            )
+
+
+def logits_are_reported(args: Arguments, facts: Facts) -> Iterator[Finding]:
+    """The largest attention logit comes from Transformer Engine's kernels alone."""
+    for option, value in (
+        ("--qk-clip", args.qk_clip),
+        ("--log-max-attention-logit", args.log_max_attention_logit),
+    ):
+        if value and (args.is_active or facts.platform == "cpu"):
+            yield UsageError(
+                option=option,
+                value=value,
+                reason="the largest attention logit is reported by Transformer Engine alone, and "
+                "its kernels are not used here",
+                remedy=_UNSPLIT + ", on CUDA",
+            )
 
 
 def no_dynamic_cp(args: Arguments, facts: Facts) -> Iterator[Finding]:
@@ -179,7 +199,15 @@ def no_cuda_graphs(args: Arguments, facts: Facts) -> Iterator[Finding]:
         "--enable-cuda-graph": args.enable_cuda_graph,
         "--external-cuda-graph": args.external_cuda_graph,
     }
+    selective = args.recompute_activations or args.recompute_granularity == "selective"
     for option, value in given.items():
+        if value and not args.is_active and selective and args.attention_dropout:
+            yield UsageError(
+                option=option,
+                value=value,
+                reason="Megatron captures no recomputed attention with dropout",
+                remedy="use --attention-dropout 0, or no selective recomputation",
+            )
         if args.is_active and value:
             yield UsageError(
                 option=option,
@@ -258,6 +286,7 @@ RULES = (
     mtp_positions,
     mamba_divides,
     known_attention,
+    logits_are_reported,
     no_dynamic_cp,
     no_inference,
     no_cuda_graphs,

@@ -245,9 +245,18 @@ def comm_type_agrees(args: Arguments, facts: Facts) -> Iterator[Finding]:
     """`--cp-comm-type` says the same as the algorithm, for all layers."""
     given = args.cp_comm_type
     given = [given] if isinstance(given, str) else given
-    if not given or args.cp == 1:
+    if not given:
         return
     option, shown = "--cp-comm-type", " ".join(map(str, given))
+    if args.cp == 1:
+        if "a2a+p2p" in given and args.hierarchical_context_parallel_sizes is None:
+            yield UsageError(
+                option=option,
+                value=shown,
+                reason="there are no two levels of ranks with --context-parallel-size 1",
+                remedy="drop it, or raise --context-parallel-size to 4 or more",
+            )
+        return
     unknown = [kind for kind in given if kind not in COMM_TYPES]
     if unknown:
         yield UsageError(

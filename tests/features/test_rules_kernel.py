@@ -82,8 +82,12 @@ def test_installed_versions_are_found() -> None:
 )
 def test_megatrons_choice_of_kernel_is_not_ignored(mistake, found, option: str, changes) -> None:
     assert "--cp-kernel" in mistake(option, **changes).remedy
-    assert found(**changes, context_parallel_size=1) == ({}, {})
+    assert found(**changes, context_parallel_size=1, spec=["local"]) == ({}, {})
     assert found(attention_backend="auto") == ({}, {})
+
+
+def test_megatrons_local_backend_has_a_spec(mistake) -> None:
+    mistake("--attention-backend", attention_backend="local", context_parallel_size=1)
 
 
 def test_an_old_flag_for_flash_attention(hint) -> None:

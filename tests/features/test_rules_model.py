@@ -40,7 +40,9 @@ def test_alibi_and_relative_positions(mistake, found) -> None:
     mistake(option, position_embedding_type="relative")
     mistake(option, position_embedding_type="alibi")
     mistake(option, alibi=True)
-    assert found(position_embedding_type="relative", **UNSPLIT) == ({}, {})
+    mistake(option, position_embedding_type="relative", **UNSPLIT)
+    engine = {"transformer_impl": "transformer_engine"}
+    assert found(position_embedding_type="relative", **engine, **UNSPLIT) == ({}, {})
 
 
 def test_multi_modal_positions_have_sections(mistake, found) -> None:
@@ -89,8 +91,6 @@ def test_mamba_without_context_parallelism_is_megatrons_business(found) -> None:
     [
         ("--experimental-attention-variant", {"experimental_attention_variant": "dsa"}),
         ("--use-kitchen-attention", {"use_kitchen_attention": True}),
-        ("--qk-clip", {"qk_clip": True}),
-        ("--log-max-attention-logit", {"log_max_attention_logit": True}),
         ("--fp8-dot-product-attention", {"fp8_dot_product_attention": True}),
         ("--fp8-multi-head-attention", {"fp8_multi_head_attention": True}),
     ],
@@ -98,6 +98,14 @@ def test_mamba_without_context_parallelism_is_megatrons_business(found) -> None:
 def test_attention_of_another_kind(mistake, found, option: str, changes) -> None:
     mistake(option, **changes)
     assert found(**changes, **UNSPLIT) == ({}, {})
+
+
+@pytest.mark.parametrize("name", ["qk_clip", "log_max_attention_logit"])
+def test_logits_are_not_reported(mistake, found, name: str) -> None:
+    option = "--" + name.replace("_", "-")
+    mistake(option, **{name: True})
+    mistake(option, **{name: True}, **UNSPLIT)
+    assert found(**{name: True}, **UNSPLIT, facts=CUDA) == ({}, {})
 
 
 def test_dynamic_context_parallelism_is_another_thing(mistake) -> None:
@@ -134,6 +142,7 @@ def test_no_cuda_graphs(mistake, found, option: str, changes) -> None:
     mistake(option, **changes)
     assert found(**changes, **UNSPLIT) == ({}, {})
     assert found(cuda_graph_impl="none") == ({}, {})
+    mistake(option, recompute_activations=True, attention_dropout=0.1, **changes, **UNSPLIT)
 
 
 def test_recomputation_is_complete(mistake, found) -> None:

@@ -198,6 +198,10 @@ def test_comm_types_say_nothing_without_context_parallelism(found) -> None:
     assert found(context_parallel_size=1, cp_comm_type=["a2a"]) == ({}, {})
 
 
+def test_one_rank_has_no_two_levels(mistake) -> None:
+    mistake("--cp-comm-type", cp_comm_type=["a2a+p2p"], context_parallel_size=1)
+
+
 def test_batches_divide(mistake) -> None:
     assert "multiple of 2" in mistake("--global-batch-size", global_batch_size=3).remedy
     mistake("--eval-global-batch-size", eval_global_batch_size=3)
