@@ -120,18 +120,15 @@ def wrong(pos_emb, seq_dim, cp_group):
 
 rope.get_pos_emb_on_this_cp_rank = wrong
 """,
-    "one chunk dropped": """
-from megatron_cp_ext.algorithms.relay import RelayPlan
+    "one KV block dropped": """
+from megatron_cp_ext.algorithms.interface import AttentionCall
 
-whole = RelayPlan.visiting
-import megatron_cp_ext.algorithms.ring as ring
+tiles = AttentionCall.tiles
 
-arrived = ring._Couriers.arrived
+def blind_to_visitors(self, group, k_runs):
+    return () if len(k_runs) == 1 else tiles(self, group, k_runs)
 
-def lose_one(self, under_way):
-    return dict(list(arrived(self, under_way).items())[1:])
-
-ring._Couriers.arrived = lose_one
+AttentionCall.tiles = blind_to_visitors
 """,
     "two chunks swapped": """
 import dataclasses
