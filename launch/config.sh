@@ -5,7 +5,8 @@
 #   ./launch/config.sh                        list the configurations
 #   ./launch/config.sh llama3-8b-128k         print one as a shell array, to be used as in
 #       source <(./launch/config.sh llama3-8b-128k)
-#       torchrun ... -m megatron_cp_ext.run "${ARGS[@]}" --mock-data
+#       megatron-cp check --nodes 1 --gpus-per-node 8 -- "${ARGS[@]}" --mock-data
+#       torchrun --nproc-per-node 8 -m megatron_cp_ext.run "${ARGS[@]}" --mock-data
 #
 # Or source this file, and call read_config NAME: it sets CONFIG_ARGS, CONFIG_NODES and
 # CONFIG_RANKS, the nodes and ranks of a node that the configuration is for.
