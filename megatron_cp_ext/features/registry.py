@@ -7,6 +7,7 @@ from megatron_cp_ext.features.context_parallel import ContextParallelFeature
 from megatron_cp_ext.features.cpu_platform import CpuPlatformFeature
 from megatron_cp_ext.features.documents import DocumentsFeature
 from megatron_cp_ext.features.failure import FailureFeature
+from megatron_cp_ext.features.help_texts import HelpTextsFeature
 from megatron_cp_ext.features.hybrid import HybridFeature
 from megatron_cp_ext.features.loss import LossFeature
 from megatron_cp_ext.features.metrics import MetricsFeature
@@ -23,6 +24,7 @@ def all_features() -> list[Feature]:
     return [
         CpuPlatformFeature(),
         WheelInstallFeature(),
+        HelpTextsFeature(),
         ContextParallelFeature(),
         RingFeature(),
         HybridFeature(),
