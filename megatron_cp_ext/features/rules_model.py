@@ -251,6 +251,29 @@ def recompute_is_complete(args: Arguments, facts: Facts) -> Iterator[Finding]:
         )
 
 
+def experts_choose_for_whole_sequences(args: Arguments, facts: Facts) -> Iterator[Finding]:
+    """Routing that counts a rank's own tokens drops or moves others than at CP = 1."""
+    if args.cp == 1 or not args.num_experts:
+        return
+    if args.moe_expert_capacity_factor is not None:
+        yield UsageError(
+            option="--moe-expert-capacity-factor",
+            value=args.moe_expert_capacity_factor,
+            reason="each rank of --context-parallel-size would drop tokens by the count of its own "
+            "part of the sequence, and so others than one rank would",
+            remedy="drop it; without a capacity no token is dropped",
+        )
+    balancing = args.moe_router_load_balancing_type
+    if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):
+        yield UsageError(
+            option="--moe-router-load-balancing-type",
+            value="sinkhorn",
+            reason="it assigns each rank's own part of the sequence by itself, and so otherwise "
+            "than one rank would",
+            remedy="use aux_loss, seq_aux_loss, global_aux_loss or none",
+        )
+
+
 def overlaps_fit(args: Arguments, facts: Facts) -> Iterator[Finding]:
     """Overlapped communication that needs another option."""
     if args.tp_comm_overlap and (not args.sequence_parallel or args.tp == 1):
@@ -291,5 +314,6 @@ RULES = (
     no_inference,
     no_cuda_graphs,
     recompute_is_complete,
+    experts_choose_for_whole_sequences,
     overlaps_fit,
 )

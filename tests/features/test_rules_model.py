@@ -163,3 +163,13 @@ def test_overlaps_have_what_they_overlap(mistake) -> None:
         "--overlap-param-gather", overlap_param_gather=True, use_distributed_optimizer=True
     )
     assert "--overlap-grad-reduce" in error.remedy
+
+
+def test_routing_by_the_count_of_a_ranks_own_tokens(mistake, found) -> None:
+    moe = {"num_experts": 4, "expert_model_parallel_size": 2}
+    mistake("--moe-expert-capacity-factor", moe_expert_capacity_factor=1.0, **moe)
+    for balancing in ("sinkhorn", ["sinkhorn"]):
+        mistake("--moe-router-load-balancing-type", moe_router_load_balancing_type=balancing, **moe)
+    harmless = {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}
+    assert found(**moe, **harmless)[0] == {}
+    assert found(moe_expert_capacity_factor=1.0, **moe, **UNSPLIT)[0] == {}
