@@ -1,4 +1,4 @@
-"""`--help` works: a help text of Megatron 0.19.2 has a bare percent sign, and argparse dies of it."""
+"""`--help` works: a help text of Megatron 0.19.2 has a bare percent sign, on which argparse fails."""
 
 from __future__ import annotations
 
