@@ -1,4 +1,4 @@
-"""`--help` works: a help text of Megatron 0.19.2 has a bare percent sign, on which argparse fails."""
+"""`--help` works: a help text of Megatron 0.19.2 has a bare percent sign, argparse rejects it."""
 
 from __future__ import annotations
 
