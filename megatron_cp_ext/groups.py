@@ -142,10 +142,11 @@ def second_group(first: dist.ProcessGroup) -> dist.ProcessGroup:
 
     Collective over the members of `first` alone.
     """
-    device = dist.distributed_c10d._get_pg_default_device(first)
+    # A group's timeout has no public name; it is the same on each of its devices.
+    backend = first._get_backend(first._device_types[0])
     return dist.new_group(
         dist.get_process_group_ranks(first),
-        timeout=first._get_backend(device).options._timeout,
+        timeout=backend.options._timeout,
         use_local_synchronization=True,
     )
 

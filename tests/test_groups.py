@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_cp_ext import ContextParallelGroups
@@ -124,6 +126,24 @@ def test_missing_or_other_hierarchical_groups_are_refused(gloo_pool: GetPool) ->
         *hierarchical, degree = errors
         assert hierarchical == [("--hierarchical-context-parallel-sizes", "pass 2 2")] * 3
         assert degree == ("ulysses_degree", "use one of [1, 2, 4]")
+
+
+def second_group_quietly() -> tuple[bool, bool]:
+    """Whether the second group of the ring lasts as long as the first, and is another one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ring = ContextParallelGroups.from_world(send_recv_overlap=True).ring
+    assert ring.group is not None
+    assert ring.reverse is not None
+    first, second = (
+        group._get_backend(torch.device("cpu")).options._timeout
+        for group in (ring.group, ring.reverse)
+    )
+    return first == second, ring.group is not ring.reverse
+
+
+def test_a_second_group_for_the_ring_is_made_without_a_warning(gloo_pool: GetPool) -> None:
+    assert gloo_pool(3).run(second_group_quietly) == [(True, True)] * 3
 
 
 def test_a_single_rank_needs_no_process_group() -> None:
