@@ -13,7 +13,7 @@ import pytest
 from megatron_cp_ext import run
 from megatron_cp_ext.verification import RunSpec, Workload, compare, train
 from megatron_cp_ext.verification.compare import Tolerances
-from megatron_cp_ext.verification.launch import forked
+from megatron_cp_ext.verification.launch import forked, torchrun
 
 REPORT = """
 import json, sys
@@ -152,10 +152,9 @@ def test_a_script_that_imports_the_adaptor_trains_alike(packaged: Any, tmp_path:
     script.write_text(TRAIN.format(first="import megatron_cp_ext.adaptor"))
 
     def plainly(ranks: int, arguments: Any, *, logs: Path, script: Path) -> list[str]:
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-        launch += ["--redirects", "3", "--log-dir", str(logs)]
-        return [sys.executable, *launch, str(script), *arguments]
+        command = torchrun(ranks, arguments, logs=logs, script=script)
+        at = command.index("megatron_cp_ext.run")
+        return command[: at - 1] + command[at + 1 :]  # without "-m megatron_cp_ext.run"
 
     workload = Workload(steps=5, script=script)
     alike = train(RunSpec.parse("none"), workload, tmp_path, launcher=plainly, timeout_s=500)

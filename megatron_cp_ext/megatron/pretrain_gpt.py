@@ -31,8 +31,6 @@ from megatron.core.utils import (
 from megatron.training import argument_utils, get_args, get_timers, pretrain, print_rank_0
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
-from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
-from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
@@ -41,12 +39,14 @@ from megatron_cp_ext.megatron.releases import supported
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
-# Flags of Megatron-LM's script that need parts the wheel does not have, or another step function.
+# Flags of Megatron-LM's script that are for other trainings than plain GPT pre-training.
 UPSTREAM_ONLY = {
     "hybrid_context_parallel": "it needs per-sample process groups",
     "overlap_moe_expert_parallel_comm": "it needs the schedule-plan form of the forward step",
     "logits_load_dir": "it needs the distillation loss",
     "inprocess_restart": "it needs the in-process restart wrapper",
+    "sft": "it needs the data set of conversations",
+    "fim_data": "it needs the fill-in-the-middle data set",
 }
 
 BATCH_FIELDS = (
@@ -87,13 +87,11 @@ def check_args(args: argparse.Namespace) -> None:
 # ------------------------------------------------------------------------------------- data
 
 
-def is_packed(args: argparse.Namespace) -> bool:
-    """Whether samples carry document boundaries, so that every pipeline stage needs them."""
-    return args.sft or masks_documents(args)
-
-
 def masks_documents(args: argparse.Namespace) -> bool:
-    """Whether `--dataloader-inter-document-masking` is given, which releases from 0.19 have."""
+    """Whether samples carry document boundaries, which attention on every pipeline stage needs.
+
+    Releases from 0.19 have the flag.
+    """
     return getattr(args, "dataloader_inter_document_masking", False)
 
 
@@ -118,66 +116,45 @@ def builds_dataset(vp_stage: int | None = None) -> bool:
     args = get_args()
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
-    return args.sft or needs_tokens(args, vp_stage)
+    return masks_documents(args) or needs_tokens(args, vp_stage)
 
 
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     """The data set configuration that the command line describes."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences = args.per_dataset_sequences_path
-    settings = {
-        "random_seed": args.seed,
-        "sequence_length": args.seq_length,
-        "tokenizer": build_tokenizer(args),
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        tokenizer=build_tokenizer(args),
         # which data
-        "blend": blend,
-        "blend_per_split": blend_per_split,
-        "split": args.split,
-        "multiple_validation_sets": args.multiple_validation_sets,
-        "full_validation": args.full_validation,
-        "sequences_per_dataset": json.loads(Path(sequences).read_text()) if sequences else None,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        sequences_per_dataset=json.loads(Path(sequences).read_text()) if sequences else None,
         # what a sample holds
-        "create_attention_mask": args.create_attention_mask_in_dataloader,
-        "reset_position_ids": args.reset_position_ids,
-        "reset_attention_mask": args.reset_attention_mask,
-        "eod_mask_loss": args.eod_mask_loss,
-        "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         **supported(GPTDatasetConfig, inter_document_masking=masks_documents(args)),
         # how it will be divided
-        "context_parallel_size": args.context_parallel_size,
-        "data_parallel_size": args.data_parallel_size,
-        "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
-        "hybrid_context_parallel": args.hybrid_context_parallel,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+        hybrid_context_parallel=args.hybrid_context_parallel,
         # how it is read
-        "path_to_cache": args.data_cache_path,
-        "object_storage_cache_path": args.object_storage_cache_path,
-        "mmap_bin_files": args.mmap_bin_files,
-        "num_dataset_builder_threads": args.num_dataset_builder_threads,
-        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
-        "fast_cache_load": args.dataloader_fast_cache_load,
-        "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
-    }
-    if not args.fim_data:
-        return GPTDatasetConfig(**settings)
-    token_names = ("prefix", "middle", "suffix", "pad", "eod")
-    return GPTFIMDatasetConfig(
-        **settings,
-        fim_extra_tokens={name: getattr(args, f"fim_{name}_token") for name in token_names},
-        fim_rate=args.fim_rate,
-        fim_spm_rate=args.fim_spm_rate,
-        fim_split_sample=args.fim_split_sample,
-        fim_fragment_rate=args.fim_fragment_rate,
-        fim_no_prefix=args.fim_no_prefix,
+        path_to_cache=args.data_cache_path,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
     )
-
-
-def dataset_class(args: argparse.Namespace) -> type:
-    """The kind of data set the command line asks for."""
-    if args.sft:
-        return SFTDataset
-    if args.mock_data:
-        return MockGPTDataset
-    return GPTFIMDataset if args.fim_data else GPTDataset
 
 
 def provide_datasets(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -192,7 +169,7 @@ def provide_datasets(sizes: list[int], vp_stage: int | None = None) -> tuple[Any
     """
     args = get_args()
     builder = BlendedMegatronDatasetBuilder(
-        dataset_class(args),
+        MockGPTDataset if args.mock_data else GPTDataset,
         sizes,
         functools.partial(builds_dataset, vp_stage=vp_stage),
         dataset_config(args),
@@ -217,7 +194,7 @@ def read_batch(iterator: Iterator[dict[str, Any]], vp_stage: int | None) -> Batc
         All are None on an inner pipeline stage, apart from a packed batch's boundaries.
     """
     args = get_args()
-    packed, at_an_end = is_packed(args), needs_tokens(args, vp_stage)
+    packed, at_an_end = masks_documents(args), needs_tokens(args, vp_stage)
     if not at_an_end and not packed:
         return dict.fromkeys(BATCH_FIELDS)
 
@@ -250,7 +227,7 @@ def read_batch(iterator: Iterator[dict[str, Any]], vp_stage: int | None) -> Batc
     if flatten is not None:
         batch = flatten(batch)
     if not at_an_end:
-        boundaries = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+        boundaries = ("cu_seqlens", "max_seqlen")
         return {name: batch[name] if name in boundaries else None for name in BATCH_FIELDS}
 
     batch = get_batch_on_this_cp_rank(
@@ -259,33 +236,24 @@ def read_batch(iterator: Iterator[dict[str, Any]], vp_stage: int | None) -> Batc
         cp_group=mpu.get_context_parallel_group(),
         **supported(
             get_batch_on_this_cp_rank,
-            use_per_sequence_balancing=masks_documents(args) and not args.sft,
+            use_per_sequence_balancing=packed,
         ),
     )
     return {name: batch.get(name) for name in BATCH_FIELDS}
 
 
 def packed_sequences(batch: Batch, seq_length: int) -> PackedSeqParams | None:
-    """Document boundaries for the attention layers; None when the batch has none.
-
-    Where documents are padded, attention is told the padded boundaries for both: the tokens lie
-    there in memory.
-    """
+    """Document boundaries for the attention layers; None when the batch has none."""
     if batch["cu_seqlens"] is None:
         return None
     boundaries = batch["cu_seqlens"].squeeze(0)
-    update_seqlen_stats_from_cu_seqlens(boundaries)  # work is counted for real tokens only
-    padded = batch["cu_seqlens_padded"]
-    if padded is not None:
-        padded = boundaries = padded.squeeze(0)
+    update_seqlen_stats_from_cu_seqlens(boundaries)  # for the count of floating-point operations
     assert batch["max_seqlen"] is not None
     longest = int(batch["max_seqlen"].item())
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         **supported(PackedSeqParams, tokens_per_sample=seq_length),
