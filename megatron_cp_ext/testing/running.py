@@ -85,7 +85,7 @@ def run_cases(
     *,
     ranks: Sequence[int] | None = None,
     execute: Execute = attend_here,
-    timeout: float = 60,
+    timeout: float = 120,
 ) -> list[Results | Refusal]:
     """Run cases of one size, one after the other.
 
@@ -137,7 +137,7 @@ def assert_matches_oracle(
     *cases: AttentionCase,
     ranks: Sequence[int] | None = None,
     execute: Execute = attend_here,
-    timeout: float = 60,
+    timeout: float = 120,
 ) -> None:
     """Run cases and compare out, lse, dq, dk, dv and dsink of each with the oracle.
 
