@@ -34,6 +34,11 @@ class Run(NamedTuple):
     def length(self) -> int:
         return self.stop - self.start
 
+    @property
+    def slice(self) -> slice:
+        """For indexing a dimension with it."""
+        return slice(self.start, self.stop)
+
 
 def merge_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
     """Join each run to the next one where the next starts where it stops."""

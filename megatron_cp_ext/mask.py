@@ -79,9 +79,7 @@ class Tile:
             k_pos=k_pos,
             lo=None if self.lo is None or k_pos - (q_pos + q.length - 1) >= self.lo else self.lo,
             hi=None if self.hi is None or k_pos + k.length - 1 - q_pos <= self.hi else self.hi,
-            dense=None
-            if self.dense is None
-            else self.dense[..., q.start : q.stop, k.start : k.stop],
+            dense=None if self.dense is None else self.dense[..., q.slice, k.slice],
             batch=self.batch,
         )
 
@@ -306,8 +304,7 @@ class AttentionMask:
         if self.spans is None:
             yield q_run, k_run
             return
-        overlap = Run(max(q_run.start, 0), q_run.stop)
-        first = bisect.bisect_right(self.spans, overlap.start, key=lambda span: span.stop)
+        first = bisect.bisect_right(self.spans, q_run.start, key=lambda span: span.stop)
         for span in itertools.islice(self.spans, first, None):
             if span.start >= q_run.stop:
                 return
@@ -332,9 +329,7 @@ class AttentionMask:
             k_pos=k.start,
             lo=self.lo,
             hi=self.hi,
-            dense=None
-            if self.pairs is None
-            else self.pairs[..., q.start : q.stop, k.start : k.stop],
+            dense=None if self.pairs is None else self.pairs[..., q.slice, k.slice],
         )
         return whole.part(Run(0, q.length), Run(0, k.length))
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_cp_ext.algorithms.packing import KVPack
+from megatron_cp_ext.algorithms.packing import KVPack, packed_numel
 from megatron_cp_ext.algorithms.relay import Chunk, RelayPlan
 from megatron_cp_ext.comm import CommGroup, all_gather, all_to_all, reduce_scatter
 from megatron_cp_ext.layout import Run, SequenceLayout
@@ -115,28 +115,28 @@ class NeededGathering:
         keys = key.new_empty(total, *key.shape[1:])
         values = value.new_empty(total, *value.shape[1:])
         for chunk in self._own:
-            _rows(keys, self._place[chunk]).copy_(_rows(key, chunk.rows))
-            _rows(values, self._place[chunk]).copy_(_rows(value, chunk.rows))
+            keys[self._place[chunk].slice].copy_(key[chunk.rows.slice])
+            values[self._place[chunk].slice].copy_(value[chunk.rows.slice])
         parts = [
-            [KVPack.of(_rows(key, c.rows), _rows(value, c.rows)).buffer for c in chunks]
+            [KVPack.of(key[c.rows.slice], value[c.rows.slice]).buffer for c in chunks]
             for chunks in self._leaving
         ]
         for chunk, pack in self._exchange(parts, self._arriving, key, value, kind="kv"):
-            _rows(keys, self._place[chunk]).copy_(pack.key)
-            _rows(values, self._place[chunk]).copy_(pack.value)
+            keys[self._place[chunk].slice].copy_(pack.key)
+            values[self._place[chunk].slice].copy_(pack.value)
         return keys, values
 
     def scatter(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """See `Gathering`."""
-        own_dk = torch.cat([_rows(dk, self._place[chunk]) for chunk in self._own])
-        own_dv = torch.cat([_rows(dv, self._place[chunk]) for chunk in self._own])
+        own_dk = torch.cat([dk[self._place[chunk].slice] for chunk in self._own])
+        own_dv = torch.cat([dv[self._place[chunk].slice] for chunk in self._own])
         parts = [
-            [KVPack.of(_rows(dk, self._place[c]), _rows(dv, self._place[c])).buffer for c in chunks]
+            [KVPack.of(dk[self._place[c].slice], dv[self._place[c].slice]).buffer for c in chunks]
             for chunks in self._arriving
         ]
         for chunk, pack in self._exchange(parts, self._leaving, dk, dv, kind="dkv"):
-            _rows(own_dk, chunk.rows).add_(pack.key)
-            _rows(own_dv, chunk.rows).add_(pack.value)
+            own_dk[chunk.rows.slice].add_(pack.key)
+            own_dv[chunk.rows.slice].add_(pack.value)
         return own_dk, own_dv
 
     def _exchange(
@@ -149,8 +149,10 @@ class NeededGathering:
         kind: str,
     ) -> list[tuple[Chunk, KVPack]]:
         """Send flat `parts[rank]` to each rank; receive the chunks `expected[rank]` from each."""
-        per_row = key[0].numel() + value[0].numel()
-        sizes = [[chunk.run.length * per_row for chunk in chunks] for chunks in expected]
+        sizes = [
+            [packed_numel(chunk.run.length, key=key, value=value) for chunk in chunks]
+            for chunks in expected
+        ]
         flat = list(itertools.chain.from_iterable(parts))
         received = all_to_all(
             torch.cat(flat) if flat else key.new_empty(0),
@@ -162,13 +164,6 @@ class NeededGathering:
         chunks = list(itertools.chain.from_iterable(expected))
         buffers = received.split(list(itertools.chain.from_iterable(sizes)))
         return [
-            (
-                chunk,
-                KVPack(buffer, torch.Size((chunk.run.length, *key.shape[1:])), value.size(-1)),
-            )
+            (chunk, KVPack.over(buffer, chunk.run.length, key=key, value=value))
             for chunk, buffer in zip(chunks, buffers, strict=True)
         ]
-
-
-def _rows(tensor: Tensor, rows: Run) -> Tensor:
-    return tensor[rows.start : rows.stop]

@@ -99,7 +99,7 @@ class HeadExchange:
         me, group = self.group.rank, self.group
         b = tensors[0].size(1)
         parts = [
-            [tensor[:, :, runs[to].start : runs[to].stop] for tensor, runs in self._with(tensors)]
+            [tensor[:, :, runs[to].slice] for tensor, runs in self._with(tensors)]
             for to in range(group.size)
         ]
         shapes = [
@@ -125,7 +125,7 @@ class HeadExchange:
         me, group = self.group.rank, self.group
         b = tensors[0].size(1)
         parts = [
-            [torch.cat([tensor[run.start : run.stop] for run in rows]) for tensor in tensors]
+            [torch.cat([tensor[run.slice] for run in rows]) for tensor in tensors]
             for rows in self.rows
         ]
         s_local = _length(self.rows[me])
@@ -178,11 +178,11 @@ def _join_heads(pieces: Sequence[Tensor], runs: Sequence[Run]) -> Tensor:
     if sum(run.length for run in runs) == heads:
         joined = pieces[0].new_empty(s, b, heads, d)
         for piece, run in zip(pieces, runs, strict=True):
-            joined[:, :, run.start : run.stop] = piece
+            joined[:, :, run.slice] = piece
         return joined
     total = pieces[0].new_zeros(s, b, heads, d, dtype=accumulation_dtype(dtype))
     for piece, run in zip(pieces, runs, strict=True):
-        total[:, :, run.start : run.stop] += piece
+        total[:, :, run.slice] += piece
     return total.to(dtype)
 
 

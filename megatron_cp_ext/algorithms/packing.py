@@ -28,6 +28,17 @@ class KVPack:
         buffer = torch.cat([key.reshape(-1), value.reshape(-1)])
         return cls(buffer, key.shape, value.size(-1))
 
+    @classmethod
+    def over(cls, buffer: Tensor, rows: int, *, key: Tensor, value: Tensor) -> KVPack:
+        """A buffer that holds `rows` rows of keys and values shaped like these."""
+        return cls(buffer, torch.Size((rows, *key.shape[1:])), value.size(-1))
+
+    @classmethod
+    def empty(cls, rows: int, *, key: Tensor, value: Tensor, dtype: torch.dtype) -> KVPack:
+        """A new buffer for `rows` rows of keys and values shaped like these."""
+        buffer = key.new_empty(packed_numel(rows, key=key, value=value), dtype=dtype)
+        return cls.over(buffer, rows, key=key, value=value)
+
     def holding(self, buffer: Tensor) -> KVPack:
         """The same shapes over another buffer."""
         return KVPack(buffer, self.key_shape, self.v_dim)
@@ -46,3 +57,8 @@ class KVPack:
         """View of the values."""
         shape = (*self.key_shape[:-1], self.v_dim)
         return self.buffer[self.key_shape.numel() :].view(shape)
+
+
+def packed_numel(rows: int, *, key: Tensor, value: Tensor) -> int:
+    """Elements of a pack of `rows` rows of keys and values shaped like these."""
+    return rows * (key[0].numel() + value[0].numel())

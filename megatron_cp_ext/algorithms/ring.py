@@ -28,8 +28,8 @@ from megatron_cp_ext.kernels.interface import accumulation_dtype
 from megatron_cp_ext.kernels.merge import OutputAccumulator
 from megatron_cp_ext.layout import SequenceLayout
 
-# Chunks whose buffers are being filled, in the order of the transfer.
-_Arriving = tuple[list[Chunk], Transfer]
+# What is being filled, and the transfer that fills it.
+_Arriving = tuple[dict[Chunk, KVPack], Transfer]
 
 
 class _Couriers:
@@ -43,12 +43,10 @@ class _Couriers:
     """
 
     def __init__(self, plan: RelayPlan, ring: CommGroup, key: Tensor, value: Tensor) -> None:
-        self.plan, self.ring = plan, ring
+        self.ring = ring
         self._key, self._value = key, value
         self.here: dict[Chunk, KVPack] = {
-            chunk: KVPack.of(
-                key[chunk.rows.start : chunk.rows.stop], value[chunk.rows.start : chunk.rows.stop]
-            )
+            chunk: KVPack.of(key[chunk.rows.slice], value[chunk.rows.slice])
             for chunk in plan.chunks
             if chunk.owner == ring.rank and len(chunk.path) > 1
         }
@@ -56,32 +54,22 @@ class _Couriers:
     def start(
         self, hops: list[Hop], packs: dict[Chunk, KVPack], *, dtype: torch.dtype, kind: str
     ) -> _Arriving:
-        """Start this rank's part in some hops: the chunks that will arrive, and the transfer."""
+        """Start this rank's part in some hops: what arrives, and the transfer."""
         me = self.ring.rank
         sends = [(packs[hop.chunk].buffer, hop.to) for hop in hops if hop.source == me]
-        arriving = [hop for hop in hops if hop.to == me]
-        receives = [
-            (self._key.new_empty(self._numel(hop.chunk), dtype=dtype), hop.source)
-            for hop in arriving
-        ]
-        transfer = start_transfer(sends, receives, self.ring, kind=kind)
-        return [hop.chunk for hop in arriving], transfer
+        sources = {hop.chunk: hop.source for hop in hops if hop.to == me}
+        arriving = {
+            chunk: KVPack.empty(chunk.run.length, key=self._key, value=self._value, dtype=dtype)
+            for chunk in sources
+        }
+        receives = [(pack.buffer, sources[chunk]) for chunk, pack in arriving.items()]
+        return arriving, start_transfer(sends, receives, self.ring, kind=kind)
 
     def arrived(self, under_way: _Arriving) -> dict[Chunk, KVPack]:
         """Wait for a transfer; what it brought."""
-        chunks, transfer = under_way
-        return {
-            chunk: self._pack(chunk, buffer)
-            for chunk, buffer in zip(chunks, transfer.wait(), strict=True)
-        }
-
-    def _numel(self, chunk: Chunk) -> int:
-        rows = chunk.run.length
-        return rows * (self._key[0].numel() + self._value[0].numel())
-
-    def _pack(self, chunk: Chunk, buffer: Tensor) -> KVPack:
-        shape = torch.Size((chunk.run.length, *self._key.shape[1:]))
-        return KVPack(buffer, shape, self._value.size(-1))
+        arriving, transfer = under_way
+        transfer.wait()
+        return arriving
 
 
 class RingExchange:
@@ -178,8 +166,8 @@ def _add_arrived(
         if chunk in shares:
             shares[chunk].buffer.add_(gradient.buffer)
         else:
-            dk[chunk.rows.start : chunk.rows.stop] += gradient.key
-            dv[chunk.rows.start : chunk.rows.stop] += gradient.value
+            dk[chunk.rows.slice] += gradient.key
+            dv[chunk.rows.slice] += gradient.value
 
 
 class RingAlgorithm(Algorithm):

@@ -50,7 +50,7 @@ def attend_by_heads(
         q,
         k,
         v,
-        sink=None if sink is None else sink[own.start : own.stop],
+        sink=None if sink is None else sink[own.slice],
         exchange=exchange,
         call=inner,
     )

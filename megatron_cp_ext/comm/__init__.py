@@ -2,9 +2,9 @@
 
 from megatron_cp_ext.comm.collectives import all_gather, all_to_all, reduce_scatter
 from megatron_cp_ext.comm.places import during, innermost, steps
-from megatron_cp_ext.comm.ring import Transfer, start_transfer
 from megatron_cp_ext.comm.topology import CommGroup
 from megatron_cp_ext.comm.traffic import Traffic
+from megatron_cp_ext.comm.transfer import Transfer, start_transfer
 
 __all__ = [
     "CommGroup",

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_cp_ext.kernels.merge import OutputAccumulator
-from megatron_cp_ext.layout import Run
+from megatron_cp_ext.kernels.merge import OutputAccumulator, batch_slice
 from megatron_cp_ext.mask import Tile
 
 
@@ -45,11 +44,6 @@ class KernelOptions:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32, or fp64 for fp64: what partial results are kept in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def batch_slice(tile: Tile) -> slice:
-    """The samples a tile applies to, as a slice of the batch dimension."""
-    return slice(None) if tile.batch is None else slice(tile.batch.start, tile.batch.stop)
 
 
 class AttentionKernel(abc.ABC):
@@ -122,7 +116,7 @@ class AttentionKernel(abc.ABC):
         """
         dq, dk, dv = into
         for tile in self.prepare(tiles):
-            samples, q_rows, k_rows = batch_slice(tile), _rows(tile.q_rows), _rows(tile.k_rows)
+            samples, q_rows, k_rows = batch_slice(tile.batch), tile.q_rows.slice, tile.k_rows.slice
             q, k, v = _cut(tile, query, key, value)
             partial = self.tile_backward(
                 dout[q_rows, samples],
@@ -139,11 +133,6 @@ class AttentionKernel(abc.ABC):
             dv[k_rows, samples] += partial[2]
 
 
-def _rows(run: Run) -> slice:
-    return slice(run.start, run.stop)
-
-
 def _cut(tile: Tile, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    samples = batch_slice(tile)
-    q_rows, k_rows = _rows(tile.q_rows), _rows(tile.k_rows)
+    samples, q_rows, k_rows = batch_slice(tile.batch), tile.q_rows.slice, tile.k_rows.slice
     return query[q_rows, samples], key[k_rows, samples], value[k_rows, samples]

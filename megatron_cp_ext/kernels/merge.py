@@ -16,6 +16,11 @@ from torch import Tensor
 from megatron_cp_ext.layout import Run
 
 
+def batch_slice(batch: Run | None) -> slice:
+    """Some samples, or all for None, as a slice of the batch dimension."""
+    return slice(None) if batch is None else batch.slice
+
+
 class OutputAccumulator:
     """The output of a query shard while results of key shards arrive.
 
@@ -46,9 +51,9 @@ class OutputAccumulator:
             rows: which rows of the shard.
             batch: which samples; None for all.
         """
-        samples = slice(None) if batch is None else slice(batch.start, batch.stop)
-        held_out = self.out[rows.start : rows.stop, samples]
-        held_lse = self.lse[samples, :, rows.start : rows.stop]
+        samples = batch_slice(batch)
+        held_out = self.out[rows.slice, samples]
+        held_lse = self.lse[samples, :, rows.slice]
         if batch is None and self._is_untouched(rows):
             # The first result of a row is the row: no arithmetic, and no rounding.
             held_out.copy_(out)

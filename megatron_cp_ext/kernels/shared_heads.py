@@ -76,5 +76,5 @@ class SharedHeadsKernel(AttentionKernel):
     def _sum(self, gradient: Tensor) -> Tensor:
         """`[s, b, h, d]` to `[s, b, hk, d]`; one sum after the other, so that it is repeatable."""
         dtype = accumulation_dtype(gradient.dtype)
-        sums = [gradient[:, :, g.start : g.stop].sum(2, dtype=dtype) for g in self._groups]
+        sums = [gradient[:, :, g.slice].sum(2, dtype=dtype) for g in self._groups]
         return torch.stack(sums, dim=2)
