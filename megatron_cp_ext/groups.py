@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_cp_ext.comm import CommGroup, Traffic
+from megatron_cp_ext.comm import CommGroup, HostStagingWire, SilentWire, Traffic, connect
 from megatron_cp_ext.errors import UsageError
 
 
@@ -51,8 +51,29 @@ class ContextParallelGroups:
         return cls(alone, alone, alone)
 
     @classmethod
+    def pretended(cls, size: int, *, rank: int, ulysses_degree: int = 1) -> ContextParallelGroups:
+        """One rank of a group whose others do not exist; its results are meaningless.
+
+        For timing what a rank computes; see `SilentWire`.
+        """
+        check_degrees(size, ulysses_degree, 1)
+        traffic, wire = Traffic(), SilentWire()
+
+        def view(ranks: list[int]) -> CommGroup:
+            return CommGroup(tuple(ranks), ranks.index(rank), wire=wire, traffic=traffic)
+
+        (ulysses,) = (r for r in ulysses_ranks(size, ulysses_degree) if rank in r)
+        (ring,) = (r for r in ring_ranks(size, ulysses_degree) if rank in r)
+        return cls(view(list(range(size))), view(ulysses), view(ring))
+
+    @classmethod
     def from_world(
-        cls, ulysses_degree: int = 1, ring_window: int = 1, *, send_recv_overlap: bool = False
+        cls,
+        ulysses_degree: int = 1,
+        ring_window: int = 1,
+        *,
+        send_recv_overlap: bool = False,
+        host_staging: bool = False,
     ) -> ContextParallelGroups:
         """Use the default process group as the context-parallel group.
 
@@ -62,6 +83,8 @@ class ContextParallelGroups:
             ulysses_degree: size of the Ulysses groups; the rings have the rest.
             ring_window: size of the inner rings of a double ring; 1 for a plain ring.
             send_recv_overlap: send and receive around the ring on separate groups.
+            host_staging: send everything by way of host memory; without it that is done only
+                where a group's backend does not carry the tensors' device.
 
         Raises:
             UsageError: a degree does not divide the number of ranks.
@@ -77,7 +100,13 @@ class ContextParallelGroups:
         for ranks in ring_ranks(size, ulysses_degree):
             group = world if len(ranks) == size else _new_group(ranks)
             ring = group if here in ranks else ring
-        return cls.build(world, ulysses, ring, send_recv_overlap=send_recv_overlap)
+        return cls.build(
+            world,
+            ulysses,
+            ring,
+            send_recv_overlap=send_recv_overlap,
+            host_staging=host_staging,
+        )
 
     @classmethod
     def build(
@@ -87,14 +116,18 @@ class ContextParallelGroups:
         ring: dist.ProcessGroup | None,
         *,
         send_recv_overlap: bool = False,
+        host_staging: bool = False,
     ) -> ContextParallelGroups:
         """Views of process groups that exist; None for a group of one."""
-        traffic = Traffic()
+        traffic, wire = Traffic(), HostStagingWire() if host_staging else None
         reverse = second_group(ring) if send_recv_overlap and ring is not None else None
+        for group in (ring, reverse):
+            if group is not None:
+                connect(group)
         return cls(
-            cp=CommGroup.of(cp, traffic=traffic),
-            ulysses=CommGroup.of(ulysses, traffic=traffic),
-            ring=CommGroup.of(ring, reverse=reverse, traffic=traffic),
+            cp=CommGroup.of(cp, wire=wire, traffic=traffic),
+            ulysses=CommGroup.of(ulysses, wire=wire, traffic=traffic),
+            ring=CommGroup.of(ring, reverse=reverse, wire=wire, traffic=traffic),
         )
 
     @classmethod

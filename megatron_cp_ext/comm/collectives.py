@@ -1,19 +1,19 @@
-"""All-to-all, all-gather and reduce-scatter on flat buffers, counted."""
+"""All-to-all, all-gather and reduce-scatter on flat buffers, counted.
+
+Each comes in two forms: one that waits, and `start_...`, which returns a `Transfer` to wait for,
+so that kernels run meanwhile. All ranks start the operations of a group in the same order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_ext.comm.places import during, members
+from megatron_cp_ext.comm.places import members
 from megatron_cp_ext.comm.topology import CommGroup
-
-# torch 2.13 renames these two and warns at every use of the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from megatron_cp_ext.comm.transfer import Transfer, start
 
 
 def all_to_all(
@@ -36,40 +36,78 @@ def all_to_all(
     Returns:
         `[sum(receive_sizes)]`, the parts in rank order.
     """
+    return start_all_to_all(buffer, send_sizes, receive_sizes, group, kind=kind).wait()[0]
+
+
+def start_all_to_all(
+    buffer: Tensor,
+    send_sizes: Sequence[int],
+    receive_sizes: Sequence[int],
+    group: CommGroup,
+    *,
+    kind: str,
+) -> Transfer:
+    """Start `all_to_all`; what arrives is the transfer's one buffer."""
     if group.size == 1:
-        return buffer
+        return _nothing_to_do(buffer)
     received = buffer.new_empty(sum(receive_sizes))
     own = send_sizes[group.rank]
     group.traffic.record(kind, (buffer.numel() - own) * buffer.element_size())
-    with during(_with_others("all-to-all", kind, group)):
-        dist.all_to_all_single(
-            received, buffer, list(receive_sizes), list(send_sizes), group=group.group
-        )
-    return received
+    sizes = list(receive_sizes), list(send_sizes)
+    return start(
+        lambda wire: wire.all_to_all(received, buffer, sizes, group),
+        sent=[buffer],
+        received=[received],
+        group=group,
+        about=_with_others("all-to-all", kind, group),
+    )
 
 
 def all_gather(buffer: Tensor, group: CommGroup, *, kind: str) -> Tensor:
     """Gather a flat buffer of equal size from each rank: `[size, numel]`, in rank order."""
+    return start_all_gather(buffer, group, kind=kind).wait()[0]
+
+
+def start_all_gather(buffer: Tensor, group: CommGroup, *, kind: str) -> Transfer:
+    """Start `all_gather`; what arrives is the transfer's one buffer."""
     if group.size == 1:
-        return buffer.unsqueeze(0)
-    gathered = buffer.new_empty(group.size * buffer.numel())
+        return _nothing_to_do(buffer.unsqueeze(0))
+    gathered = buffer.new_empty(group.size, buffer.numel())
     sent = (group.size - 1) * buffer.numel() * buffer.element_size()
     group.traffic.record(kind, sent)
-    with during(_with_others("all-gather", kind, group)):
-        _all_gather(gathered, buffer, group=group.group)
-    return gathered.view(group.size, -1)
+    return start(
+        lambda wire: wire.all_gather(gathered.view(-1), buffer, group),
+        sent=[buffer],
+        received=[gathered],
+        group=group,
+        about=_with_others("all-gather", kind, group),
+    )
 
 
 def reduce_scatter(buffer: Tensor, group: CommGroup, *, kind: str) -> Tensor:
     """Sum `[size, n]` over the ranks and return this rank's row, `[n]`."""
+    return start_reduce_scatter(buffer, group, kind=kind).wait()[0]
+
+
+def start_reduce_scatter(buffer: Tensor, group: CommGroup, *, kind: str) -> Transfer:
+    """Start `reduce_scatter`; what arrives is the transfer's one buffer."""
     if group.size == 1:
-        return buffer.squeeze(0)
+        return _nothing_to_do(buffer.squeeze(0))
     reduced = torch.empty_like(buffer[0])
     sent = (group.size - 1) * reduced.numel() * buffer.element_size()
     group.traffic.record(kind, sent)
-    with during(_with_others("reduce-scatter", kind, group)):
-        _reduce_scatter(reduced, buffer.flatten(), group=group.group)
-    return reduced
+    flat = buffer.flatten()
+    return start(
+        lambda wire: wire.reduce_scatter(reduced, flat, group),
+        sent=[flat],
+        received=[reduced],
+        group=group,
+        about=_with_others("reduce-scatter", kind, group),
+    )
+
+
+def _nothing_to_do(buffer: Tensor) -> Transfer:
+    return Transfer([buffer], [], [], "waiting for nothing")
 
 
 def _with_others(operation: str, kind: str, group: CommGroup) -> str:

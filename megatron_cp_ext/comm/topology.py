@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from megatron_cp_ext.comm.traffic import Traffic
+
+if TYPE_CHECKING:
+    from megatron_cp_ext.comm.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,8 @@ class CommGroup:
         group: their process group; None only for a group of one.
         reverse: a second group of the same ranks, on which every other rank sends around the
             ring, so that a rank's sends and receives are on different groups; None for none.
+        wire: what carries the bytes; None for the process group itself, by way of host memory
+            where its backend does not carry the tensors' device.
         traffic: where what this rank sends is counted.
     """
 
@@ -26,11 +32,13 @@ class CommGroup:
     rank: int = 0
     group: dist.ProcessGroup | None = None
     reverse: dist.ProcessGroup | None = None
+    wire: Wire | None = None
     traffic: Traffic = field(default_factory=Traffic, compare=False)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < len(self.ranks), (self.rank, self.ranks)
-        assert self.group is not None or self.size == 1, "several ranks need a process group"
+        connected = self.group is not None or self.wire is not None
+        assert connected or self.size == 1, "several ranks need a process group"
 
     @classmethod
     def of(
@@ -38,6 +46,7 @@ class CommGroup:
         group: dist.ProcessGroup | None,
         *,
         reverse: dist.ProcessGroup | None = None,
+        wire: Wire | None = None,
         traffic: Traffic | None = None,
     ) -> CommGroup:
         """This process's view of a process group; None stands for a group of its own."""
@@ -50,6 +59,7 @@ class CommGroup:
             rank=dist.get_rank(group),
             group=group,
             reverse=reverse,
+            wire=wire,
             traffic=traffic,
         )
 

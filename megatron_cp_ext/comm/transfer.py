@@ -1,14 +1,15 @@
-"""Point-to-point transfers between the ranks of a ring, started without waiting."""
+"""Operations between ranks that are started without waiting, and point-to-point ones among them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_ext.comm.places import during, members
+from megatron_cp_ext.comm.streams import Waitable, side_stream
 from megatron_cp_ext.comm.topology import CommGroup
+from megatron_cp_ext.comm.wire import Addressed, Wire, wire_for
 
 
 class Transfer:
@@ -22,13 +23,16 @@ class Transfer:
     """
 
     def __init__(
-        self, received: list[Tensor], sent: list[Tensor], works: list[dist.Work], about: str
+        self, received: list[Tensor], sent: list[Tensor], works: list[Waitable], about: str
     ) -> None:
         self._received, self._sent, self._works = received, sent, works
         self._about = about
 
     def wait(self) -> list[Tensor]:
-        """Block until all of it is done; return what has arrived and let go of what was sent."""
+        """Wait until all of it is done; return what has arrived and let go of what was sent.
+
+        On an accelerator the current stream waits, and the host goes on; on a CPU the host waits.
+        """
         with during(self._about):
             for work in self._works:
                 work.wait()
@@ -36,9 +40,39 @@ class Transfer:
         return self._received
 
 
+def start(
+    issue: Callable[[Wire], list[Waitable]],
+    *,
+    sent: list[Tensor],
+    received: list[Tensor],
+    group: CommGroup,
+    about: str,
+) -> Transfer:
+    """Start an operation beside the kernels that follow.
+
+    Args:
+        issue: starts it on a wire.
+        sent: buffers that it reads.
+        received: buffers that it fills.
+        group: who takes part.
+        about: what is waited for, in words.
+    """
+    device = (sent or received)[0].device
+    wire = wire_for(group, device)
+    stream = side_stream(device, group.group) if wire.on_streams else None
+    with during(f"starting, then {about}"):
+        if stream is None:
+            return Transfer(received, sent, issue(wire), about)
+        with stream.after_current():
+            for work in issue(wire):
+                work.wait()  # the side stream waits, not the host
+        stream.hold(sent + received)
+        return Transfer(received, sent, [stream.mark()], about)
+
+
 def start_transfer(
-    sends: Sequence[tuple[Tensor, int]],
-    receives: Sequence[tuple[Tensor, int]],
+    sends: Sequence[Addressed],
+    receives: Sequence[Addressed],
     group: CommGroup,
     *,
     kind: str,
@@ -58,39 +92,17 @@ def start_transfer(
     received = [buffer for buffer, _ in receives]
     if not sends and not receives:
         return Transfer(received, sent, [], "waiting for nothing")
-    about = _in_words(
-        kind, [group.ranks[s] for _, s in receives], [group.ranks[t] for _, t in sends]
-    )
-    with during(f"starting, then {about}"):
-        return Transfer(received, sent, _start(sends, receives, group, kind=kind), about)
-
-
-def _start(
-    sends: Sequence[tuple[Tensor, int]],
-    receives: Sequence[tuple[Tensor, int]],
-    group: CommGroup,
-    *,
-    kind: str,
-) -> list[dist.Work]:
-    for buffer, _ in sends:
+    for buffer in sent:
         group.traffic.record(kind, buffer.numel() * buffer.element_size())
-    if group.reverse is None:
-        # One batch: with separate calls NCCL can deadlock where ranks send to each other.
-        operations = [
-            dist.P2POp(dist.isend, buffer, group.ranks[to], group=group.group)
-            for buffer, to in sends
-        ] + [
-            dist.P2POp(dist.irecv, buffer, group.ranks[source], group=group.group)
-            for buffer, source in receives
-        ]
-        return dist.batch_isend_irecv(operations)
-    works = [
-        dist.isend(buffer, group.ranks[to], group=_lane(group, group.rank)) for buffer, to in sends
-    ] + [
-        dist.irecv(buffer, group.ranks[source], group=_lane(group, source))
-        for buffer, source in receives
-    ]
-    return [work for work in works if work is not None]
+    return start(
+        lambda wire: wire.point_to_point(sends, receives, group),
+        sent=sent,
+        received=received,
+        group=group,
+        about=_in_words(
+            kind, [group.ranks[s] for _, s in receives], [group.ranks[t] for _, t in sends]
+        ),
+    )
 
 
 def _in_words(kind: str, sources: list[int], targets: list[int]) -> str:
@@ -98,8 +110,3 @@ def _in_words(kind: str, sources: list[int], targets: list[int]) -> str:
     waiting = [f"for {kind} from {members(sources)}"] if sources else []
     sending = [f"to send {kind} to {members(targets)}"] if targets else []
     return f"waiting {' and '.join(waiting + sending)}"
-
-
-def _lane(group: CommGroup, sender: int) -> dist.ProcessGroup | None:
-    """The process group on which `sender` sends: with two, odd ranks use the second."""
-    return group.reverse if sender % 2 else group.group

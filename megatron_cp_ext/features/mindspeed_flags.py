@@ -85,7 +85,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         "--use-cp-send-recv-overlap",
         "works",
-        "the ring's two directions on separate process groups",
+        "neighbours in the ring send on separate process groups, so that a rank's sends and "
+        "receives do not wait for each other",
     ),
     Flag(
         "--cp-window-size",
