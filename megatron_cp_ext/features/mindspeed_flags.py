@@ -61,7 +61,11 @@ _KV_CACHE = (
     "keys and values are sent again in the backward pass; keeping those of other ranks in memory "
     "is not available in this version"
 )
-_FUSED = "partial results are always merged in fp32, and no layout has to be chosen"
+_LAYOUT = "partial results are always merged in fp32, and no layout has to be chosen"
+_FUSED = (
+    "partial results are always merged in fp32, on CUDA by one Triton kernel where Triton is "
+    "installed, elsewhere by torch"
+)
 
 # Choices of --context-parallel-algo that MindSpeed has and this plugin does not.
 REFUSED_ALGORITHMS = ("adaptive_cp_algo", "hybrid_adaptive_cp_algo")
@@ -125,7 +129,7 @@ FLAGS: tuple[Flag, ...] = (
         "drop it",
         _SWITCH,
     ),
-    Flag("--megatron-cp-in-bnsd", "no-op", _FUSED, "drop it", _SWITCH, npu_only=True),
+    Flag("--megatron-cp-in-bnsd", "no-op", _LAYOUT, "drop it", _SWITCH, npu_only=True),
     Flag("--use-fused-ring-attention-update", "no-op", _FUSED, "drop it", _SWITCH, npu_only=True),
     Flag(
         "--attention-mask-on-cpu",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_cp_ext.kernels.merge import OutputAccumulator, batch_slice
+from megatron_cp_ext.kernels.merge import OutputAccumulator, accumulate, batch_slice
 from megatron_cp_ext.mask import Tile
 
 
@@ -128,9 +128,9 @@ class AttentionKernel(abc.ABC):
                 tile=tile,
                 options=options,
             )
-            dq[q_rows, samples] += partial[0]
-            dk[k_rows, samples] += partial[1]
-            dv[k_rows, samples] += partial[2]
+            accumulate(dq[q_rows, samples], partial[0])
+            accumulate(dk[k_rows, samples], partial[1])
+            accumulate(dv[k_rows, samples], partial[2])
 
 
 def _cut(tile: Tile, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,14 +6,23 @@ Two partial results (o1, l1) and (o2, l2) of the same query rows over disjoint k
 
 (Ring Attention, arXiv:2310.01889; FlashAttention's online softmax). A row that saw nothing has
 l = -inf and o = 0, and stays out of the sum.
+
+On CUDA this is one Triton kernel (`merge_triton.py`), where Triton is installed and can compile.
 """
 
 from __future__ import annotations
+
+import functools
+import warnings
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from megatron_cp_ext.layout import Run
+
+# Device types whose tensors Triton's kernels take.
+FUSED_ON = {"cuda"}
 
 
 def batch_slice(batch: Run | None) -> slice:
@@ -54,7 +63,11 @@ class OutputAccumulator:
         samples = batch_slice(batch)
         held_out = self.out[rows.slice, samples]
         held_lse = self.lse[samples, :, rows.slice]
-        if batch is None and self._is_untouched(rows):
+        first = batch is None and self._is_untouched(rows)
+        fused = _fused(held_out)
+        if fused is not None:
+            fused.merge(held_out, held_lse, out, lse, first=first)
+        elif first:
             # The first result of a row is the row: no arithmetic, and no rounding.
             held_out.copy_(out)
             held_lse.copy_(lse)
@@ -73,6 +86,42 @@ class OutputAccumulator:
 
     def _is_untouched(self, rows: Run) -> bool:
         return all(w.stop <= rows.start or rows.stop <= w.start for w in self._written)
+
+
+def accumulate(into: Tensor, part: Tensor) -> None:
+    """`into += part` for gradients `[s, b, h, d]`, `part` in any dtype."""
+    fused = _fused(into)
+    if fused is None:
+        into += part
+    else:
+        fused.add(into, part)
+
+
+def _fused(accumulator: Tensor) -> ModuleType | None:
+    """The kernels that take this accumulator, if any do."""
+    if accumulator.device.type not in FUSED_ON or accumulator.dtype != torch.float32:
+        return None
+    return _triton_kernels(accumulator.device)
+
+
+@functools.cache
+def _triton_kernels(device: torch.device) -> ModuleType | None:
+    """Triton's kernels, or None where there is no Triton or it cannot compile."""
+    try:
+        from megatron_cp_ext.kernels import merge_triton
+
+        probe = torch.zeros(1, 1, 1, 1, device=device)
+        merge_triton.add(probe, probe)
+    except ImportError:
+        return None
+    except Exception as error:  # no C compiler, no libcuda, a device that is too old
+        warnings.warn(
+            f"context parallelism: Triton cannot compile here, so partial results are merged by "
+            f"torch, in more passes: {error}",
+            stacklevel=2,
+        )
+        return None
+    return merge_triton
 
 
 def _weight(lse: Tensor, merged: Tensor) -> Tensor:
