@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +20,33 @@ from megatron_cp_ext.layout import SequenceLayout
 from megatron_cp_ext.mask import AttentionMask
 
 
+def _between_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a function out of the graphs of torch.compile, which breaks there and goes on after.
+
+    Exchanges between ranks are planned on the host, in code that no graph should hold. This is
+    `torch.compiler.disable` without what that costs at import: it loads torch's compiler, seconds
+    in every rank, also where nothing is compiled.
+    """
+
+    reason = "attention exchanges tensors with other ranks, which is planned on the host"
+
+    @functools.cache
+    def disabled() -> Callable[..., Any]:
+        return torch.compiler.disable(function, reason=reason)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" in sys.modules:
+            return disabled()(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    # What torch.compiler.disable sets, and Dynamo reads before it traces into a function.
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    return call
+
+
+@_between_graphs
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
@@ -65,6 +95,8 @@ def context_parallel_attention(
             arguments do not fit together or the combination is not supported.
     """
     _check_shapes(query, key, value, sink=sink, groups=groups, layout=layout, mask=mask)
+    if groups.cp.size > 1:
+        _check_not_captured(query.device)
     options = _kernel_options(
         softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(query.size(-1)),
         dropout_p,
@@ -201,6 +233,17 @@ def _check_shapes(
     if problem is not None:
         raise UsageError(option="query, key, value", value=shapes, reason=problem, remedy=remedy)
     _check_mask(mask, layout, query.size(1))
+
+
+def _check_not_captured(device: torch.device) -> None:
+    """Raise UsageError inside a CUDA graph capture, whose replays would plan nothing anew."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            option="torch.cuda.graph",
+            value="capturing",
+            reason="attention exchanges tensors with other ranks by a plan made at every call",
+            remedy="capture what is before and after attention, in graphs of their own",
+        )
 
 
 def _check_mask(mask: AttentionMask, layout: SequenceLayout, batch: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,45 @@ def test_a_triton_that_cannot_compile_is_named_and_torch_merges(
         assert (total == 2).all()
     finally:
         merge._triton_kernels.cache_clear()
+
+
+# Ampere and Hopper; ptxas comes with Triton, so no GPU is needed.
+@needs_triton
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("name", ["_merge_kernel", "_add_kernel"])
+def test_the_kernels_compile_for_gpus_and_read_16_bytes_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, architecture: int
+) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_cp_ext.kernels import merge_triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = getattr(merge_triton, name)
+    constants = {"FIRST": False, "BLOCK_ROWS": 32, "BLOCK_DIM": 128}
+    constants |= dict.fromkeys(("out_d", "part_d", "into_d"), 1)  # as Triton itself does for 1
+    pointers = {"part": "*bf16"} | dict.fromkeys(("out", "lse", "part_lse", "into"), "*fp32")
+    names = kernel.arg_names
+    compiled = triton.compile(
+        ASTSource(
+            fn=kernel,
+            signature={n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names},
+            constexprs={(i,): constants[n] for i, n in enumerate(names) if n in constants},
+            attrs={
+                (i,): [["tt.divisibility", 16]]
+                for i, n in enumerate(names)
+                if n not in constants and n != "heads"
+            },
+        ),
+        target=GPUTarget("cuda", architecture, 32),
+    )
+    assert compiled.asm["cubin"]
+    loads = re.findall(r"(?:ld|st)\.global[.\w]*", compiled.asm["ptx"])
+    wide = [load for load in loads if ".v4." in load]
+    assert len(wide) >= 20  # 32 elements of three tensors for each thread
+    assert not any(".b16" in load or ".b8" in load for load in loads)
 
 
 def strided(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
