@@ -21,6 +21,7 @@ from megatron_cp_ext.testing.running import (
     run_case,
     run_cases,
 )
+from megatron_cp_ext.testing.tiles import attend_by_tiles
 
 __all__ = [
     "AttentionCase",
@@ -31,6 +32,7 @@ __all__ = [
     "WorkerTimeout",
     "assert_close_to_oracle",
     "assert_matches_oracle",
+    "attend_by_tiles",
     "attend_here",
     "bounds",
     "covered_pairs",

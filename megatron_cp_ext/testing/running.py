@@ -38,9 +38,15 @@ class Refusal:
     message: str
 
 
-def attend_here(case: AttentionCase, groups: ContextParallelGroups) -> Results:
-    """Forward and backward of this rank's shard: out, lse, dq, dk, dv and dsink by name."""
-    rank, layout, tensors = groups.cp.rank, case.layout, case.tensors()
+def attend_here(
+    case: AttentionCase, groups: ContextParallelGroups, *, device: str = "cpu"
+) -> Results:
+    """Forward and backward of this rank's shard: out, lse, dq, dk, dv and dsink by name.
+
+    Computed on `device`, returned on the CPU.
+    """
+    rank, layout = groups.cp.rank, case.layout
+    tensors = {name: tensor.to(device) for name, tensor in case.tensors().items()}
     query, key, value = (
         layout.shard(tensors[name], rank).requires_grad_() for name in ("query", "key", "value")
     )
@@ -65,7 +71,7 @@ def attend_here(case: AttentionCase, groups: ContextParallelGroups) -> Results:
     results = {"out": out, "lse": lse, "dq": query.grad, "dk": key.grad, "dv": value.grad}
     if sink is not None:
         results["dsink"] = sink.grad
-    return {name: tensor.detach() for name, tensor in results.items()}
+    return {name: tensor.detach().cpu() for name, tensor in results.items()}
 
 
 def join(case: AttentionCase, shards: Sequence[Results]) -> Results:
@@ -137,12 +143,14 @@ def assert_matches_oracle(
     *cases: AttentionCase,
     ranks: Sequence[int] | None = None,
     execute: Execute = attend_here,
+    unsplit: Execute = attend_here,
     timeout: float = 120,
 ) -> None:
     """Run cases and compare out, lse, dq, dk, dv and dsink of each with the oracle.
 
     The bound is the design's: a floor for each dtype, or twice (thrice for gradients) the error
-    of the same dtype on one rank. The arguments are those of `run_cases`.
+    of the same dtype on one rank, computed by `unsplit`. The other arguments are those of
+    `run_cases`.
 
     Raises:
         AssertionError: naming each case that is off or refused, and what is off.
@@ -150,7 +158,7 @@ def assert_matches_oracle(
     outcomes = run_cases(pool, cases, ranks=ranks, execute=execute, timeout=timeout)
     complaints = []
     for case, outcome in zip(cases, outcomes, strict=True):
-        complaint = disagreement(case, outcome)
+        complaint = disagreement(case, outcome, unsplit=unsplit)
         if complaint is not None:
             complaints.append(f"{case}:\n{complaint}")
     assert not complaints, "\n".join(
@@ -158,11 +166,13 @@ def assert_matches_oracle(
     )
 
 
-def disagreement(case: AttentionCase, outcome: Results | Refusal) -> str | None:
+def disagreement(
+    case: AttentionCase, outcome: Results | Refusal, *, unsplit: Execute = attend_here
+) -> str | None:
     """How a case's outcome differs from the oracle's, None if it does not."""
     if isinstance(outcome, Refusal):
         return f"refused:{outcome.message}"
-    oracle, bound = _oracle_and_bounds(case.on_one_rank())
+    oracle, bound = _oracle_and_bounds(case.on_one_rank(), unsplit)
     try:
         assert_close_to_oracle(outcome, oracle, bound)
     except AssertionError as error:
@@ -171,10 +181,12 @@ def disagreement(case: AttentionCase, outcome: Results | Refusal) -> str | None:
 
 
 @functools.lru_cache(maxsize=512)
-def _oracle_and_bounds(alone: AttentionCase) -> tuple[Results, dict[str, float]]:
+def _oracle_and_bounds(alone: AttentionCase, unsplit: Execute) -> tuple[Results, dict[str, float]]:
     """The right answer and the accepted errors; the same for every algorithm and layout."""
     oracle = alone.oracle().tensors()
-    return oracle, bounds(relative_errors(run_case(None, alone), oracle), alone.dtype)
+    (here,) = run_cases(None, [alone], execute=unsplit)
+    assert not isinstance(here, Refusal), f"{alone} was refused:{here.message}"
+    return oracle, bounds(relative_errors(here, oracle), alone.dtype)
 
 
 def _run_here(

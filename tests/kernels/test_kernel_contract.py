@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
@@ -14,14 +14,12 @@ from torch import Tensor
 
 from megatron_cp_ext import AttentionMask, SequenceLayout, capabilities
 from megatron_cp_ext.kernels import KERNELS, AttentionKernel, KernelOptions
-from megatron_cp_ext.kernels.interface import accumulation_dtype
-from megatron_cp_ext.kernels.merge import OutputAccumulator
 from megatron_cp_ext.kernels.shared_heads import SharedHeadsKernel
 from megatron_cp_ext.layout import Run
-from megatron_cp_ext.mask import Tile
 from megatron_cp_ext.testing import (
     AttentionCase,
     assert_close_to_oracle,
+    attend_by_tiles,
     bounds,
     covered_pairs,
     dense_pairs,
@@ -45,55 +43,12 @@ def kernel(request: pytest.FixtureRequest) -> AttentionKernel:
 Place = Callable[[Tensor], Tensor]
 
 
-def attend(
-    kernel: AttentionKernel, case: AttentionCase, *, place: Place = lambda tensor: tensor
-) -> dict[str, Tensor]:
-    """Attention with one kernel call for each pair of a query and a key shard, as in a ring.
-
-    `place` changes how tensors lie in memory before the kernel sees them.
-    """
-    layout, dtype = case.layout, accumulation_dtype(case.dtype)
-    tensors = {name: place(tensor) for name, tensor in case.tensors().items()}
-    options = KernelOptions(1.0 / math.sqrt(case.qk_dim))
-    ranks = range(layout.cp_size)
-    q, k, v, dout = (
-        [place(layout.shard(tensors[name], rank)) for rank in ranks]
-        for name in ("query", "key", "value", "dout")
-    )
-    states = [OutputAccumulator.empty(q[rank], case.v_dim, dtype) for rank in ranks]
-    gradients = [[torch.zeros_like(t, dtype=dtype) for t in shards] for shards in (q, k, v)]
-
-    def pairs() -> Iterator[tuple[int, int, tuple[Tile, ...]]]:
-        for i in ranks:
-            for j in ranks:
-                yield i, j, case.mask.tiles(layout.shards[i], layout.shards[j])
-
-    for i, j, tiles in pairs():
-        kernel.forward(q[i], k[j], v[j], tiles, options=options, into=states[i])
-    out = [place(state.out.to(case.dtype)) for state in states]
-    for i, j, tiles in pairs():
-        kernel.backward(
-            dout[i],
-            q[i],
-            k[j],
-            v[j],
-            tiles,
-            out=out[i],
-            lse=states[i].lse,
-            options=options,
-            into=(gradients[0][i], gradients[1][j], gradients[2][j]),
-        )
-    results = {"out": layout.unshard(out), "lse": layout.unshard([s.lse for s in states], dim=2)}
-    named = zip(("dq", "dk", "dv"), gradients, strict=True)
-    return results | {name: layout.unshard(shards) for name, shards in named}
-
-
 def assert_right(
     kernel: AttentionKernel, case: AttentionCase, *, place: Place = lambda tensor: tensor
 ) -> None:
     oracle = case.oracle().tensors()
-    in_one_piece = relative_errors(attend(kernel, case.on_one_rank()), oracle)
-    results = attend(kernel, case, place=place)
+    in_one_piece = relative_errors(attend_by_tiles(kernel, case.on_one_rank()), oracle)
+    results = attend_by_tiles(kernel, case, place=place)
     assert_close_to_oracle(results, oracle, bounds(in_one_piece, case.dtype))
 
 
@@ -228,7 +183,7 @@ def test_rows_that_see_nothing_are_zero_and_minus_infinity(kernel: AttentionKern
     pairs[1, :, 20:] = False
     layout = SequenceLayout.zigzag(32, 2)
     case = AttentionCase(layout, AttentionMask.dense(pairs), batch=2)
-    results = attend(kernel, case)
+    results = attend_by_tiles(kernel, case)
     blind = ~pairs.any(-1).squeeze(1)  # [b, s]
     assert (results["lse"].transpose(1, 2)[blind] == -math.inf).all()
     assert not results["out"].transpose(0, 1)[blind].any()
@@ -240,7 +195,7 @@ def test_rows_that_see_nothing_are_zero_and_minus_infinity(kernel: AttentionKern
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_of_ten_thousand_stay_finite(kernel: AttentionKernel, dtype: torch.dtype) -> None:
     case = AttentionCase(SequenceLayout.zigzag(32, 2), magnitude=120.0, dtype=dtype)
-    results = attend(kernel, case)
+    results = attend_by_tiles(kernel, case)
     assert results["lse"].abs().max() > 1e4
     assert all(tensor.isfinite().all() for tensor in results.values())
 
@@ -248,7 +203,7 @@ def test_scores_of_ten_thousand_stay_finite(kernel: AttentionKernel, dtype: torc
 def test_scores_of_ten_thousand_are_right(kernel: AttentionKernel) -> None:
     """The softmax is all but one-hot, so that gradients vanish and their error is absolute."""
     case = AttentionCase(SequenceLayout.zigzag(32, 2), magnitude=120.0)
-    results = attend(kernel, case)
+    results = attend_by_tiles(kernel, case)
     for name, expected in case.oracle().tensors().items():
         torch.testing.assert_close(results[name], expected, rtol=1e-9, atol=1e-9)
 
@@ -267,7 +222,7 @@ def test_a_nan_is_not_lost_between_tiles(kernel: AttentionKernel, broken: str) -
             tensor[12] = math.nan
         return tensor
 
-    results = attend(kernel, case, place=break_one)
+    results = attend_by_tiles(kernel, case, place=break_one)
     # Row 12 itself, or all that see it; rows that do not may be broken too, by 0 * NaN.
     rows = [12] if broken in ("query", "dout") else list(range(12, 32))
     if broken != "dout":
@@ -308,5 +263,5 @@ def test_inputs_are_left_alone(kernel: AttentionKernel) -> None:
         seen.append((tensor, tensor.clone()))
         return tensor
 
-    attend(kernel, case, place=remember)
+    attend_by_tiles(kernel, case, place=remember)
     assert all(torch.equal(now, before) for now, before in seen)
