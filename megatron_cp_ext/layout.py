@@ -12,9 +12,10 @@ under a causal mask every rank has the same number of query-key pairs to compute
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +50,24 @@ def merge_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
         elif run.length:
             merged.append(run)
     return tuple(merged)
+
+
+def with_offsets(runs: Iterable[Run]) -> list[tuple[Run, int]]:
+    """Each run with its first row in a tensor that holds the runs one after the other."""
+    offset, found = 0, []
+    for run in runs:
+        found.append((run, offset))
+        offset += run.length
+    return found
+
+
+def overlapping(held: Sequence[tuple[Run, int]], hull: Run) -> Iterator[tuple[Run, int]]:
+    """Those of some ascending, disjoint runs `with_offsets` that share a position with `hull`."""
+    first = bisect.bisect_right(held, hull.start, key=lambda item: item[0].stop)
+    for run, offset in itertools.islice(held, first, None):
+        if run.start >= hull.stop:
+            return
+        yield run, offset
 
 
 @dataclass(frozen=True)
@@ -94,29 +113,27 @@ class SequenceLayout:
         """Each document of a packed sequence is laid out in a zigzag of its own.
 
         Under a causal mask within documents every rank then has the same work, whatever the
-        lengths are; a zigzag over the whole sequence cannot promise that.
+        lengths are; a zigzag over the whole sequence cannot promise that. Where a length is not
+        a multiple of 2 * cp_size, some chunks are one token longer than others, of ranks that
+        take turns, so that all ranks hold equally many tokens in the end.
 
         Args:
             cu_seqlens: document boundaries, `[documents + 1]`, from 0 to the sequence length.
             cp_size: number of ranks.
 
         Raises:
-            UsageError: the boundaries do not ascend from 0, or a document's length is not a
-                multiple of 2 * cp_size.
+            UsageError: the boundaries do not ascend from 0, or the sequence length is not a
+                multiple of cp_size.
         """
         bounds = document_bounds(cu_seqlens)
-        documents = [Run(a, b) for a, b in itertools.pairwise(bounds)]
-        for document in documents:
-            _require_multiple(
-                document.length,
-                cp_size,
-                parts=2 * cp_size if cp_size > 1 else 1,
-                option="cu_seqlens",
-            )
+        _require_multiple(bounds[-1], cp_size, parts=cp_size, option="cu_seqlens")
         shards: list[list[Run]] = [[] for _ in range(cp_size)]
-        for document in documents:
-            for shard, runs in zip(shards, _zigzag_shards(document, cp_size), strict=True):
-                shard.extend(runs)
+        turn = 0
+        for start, stop in itertools.pairwise(bounds):
+            document = Run(start, stop)
+            for shard, runs in zip(shards, _zigzag_shards(document, cp_size, turn), strict=True):
+                shard.extend(run for run in runs if run.length)
+            turn = (turn + document.length) % cp_size
         return cls(bounds[-1], tuple(tuple(shard) for shard in shards))
 
     @property
@@ -210,29 +227,32 @@ def local_runs(outer: Sequence[Run], inner: Sequence[Run]) -> tuple[Run, ...]:
 
     Every run of `inner` must lie within one run of `outer`, which must be merged and ascending.
     """
+    held = with_offsets(outer)
     found: list[Run] = []
     for run in inner:
-        offset = 0
-        for holder in outer:
-            if holder.start <= run.start and run.stop <= holder.stop:
-                start = offset + run.start - holder.start
-                found.append(Run(start, start + run.length))
-                break
-            offset += holder.length
-        else:
-            raise AssertionError(f"{run} is not part of {outer}")
+        holder, offset = held[bisect.bisect_right(held, run.start, key=lambda h: h[0].start) - 1]
+        assert holder.start <= run.start and run.stop <= holder.stop, f"{run} is not in {outer}"
+        start = offset + run.start - holder.start
+        found.append(Run(start, start + run.length))
     return tuple(found)
 
 
-def _zigzag_shards(span: Run, cp_size: int) -> tuple[tuple[Run, ...], ...]:
+def _zigzag_shards(span: Run, cp_size: int, turn: int = 0) -> tuple[tuple[Run, ...], ...]:
+    """Rank r's chunks r and 2 * cp_size - 1 - r of a span.
+
+    What is left over after equal chunks is dealt out one token to each rank, from rank `turn` on,
+    first to their late chunks, then to their early ones.
+    """
     if cp_size == 1:
         return ((span,),)
-    chunk = span.length // (2 * cp_size)
-
-    def run(index: int) -> Run:
-        return Run(span.start + index * chunk, span.start + (index + 1) * chunk)
-
-    return tuple((run(r), run(2 * cp_size - 1 - r)) for r in range(cp_size))
+    chunk, rest = divmod(span.length, 2 * cp_size)
+    lengths = [chunk] * (2 * cp_size)
+    for extra in range(rest):
+        rank = (turn + extra) % cp_size
+        lengths[2 * cp_size - 1 - rank if extra < cp_size else rank] += 1
+    bounds = list(itertools.accumulate(lengths, initial=span.start))
+    runs = [Run(start, stop) for start, stop in itertools.pairwise(bounds)]
+    return tuple((runs[rank], runs[2 * cp_size - 1 - rank]) for rank in range(cp_size))
 
 
 def document_bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +27,15 @@ import torch
 from torch import Tensor
 
 from megatron_cp_ext.errors import UsageError
-from megatron_cp_ext.layout import Run, document_bounds, integers, merge_runs, shorten
+from megatron_cp_ext.layout import (
+    Run,
+    document_bounds,
+    integers,
+    merge_runs,
+    overlapping,
+    shorten,
+    with_offsets,
+)
 
 Window = tuple[int | None, int | None]
 
@@ -241,16 +250,13 @@ class AttentionMask:
                 for tile in mask.tiles(q_runs, k_runs)
             )
         found: list[Tile] = []
-        q_offset = 0
-        for q_run in merge_runs(q_runs):
-            k_offset = 0
-            for k_run in merge_runs(k_runs):
+        held = sorted(with_offsets(merge_runs(k_runs)))
+        for q_run, q_offset in with_offsets(merge_runs(q_runs)):
+            for k_run, k_offset in overlapping(held, self.sight(q_run)):
                 for q, k in self._blocks(q_run, k_run):
                     tile = self._clip(q, k, q_offset - q_run.start, k_offset - k_run.start)
                     if tile is not None:
                         found.append(tile)
-                k_offset += k_run.length
-            q_offset += q_run.length
         return tuple(found)
 
     def features(self) -> list[str]:
@@ -278,6 +284,16 @@ class AttentionMask:
             return any(sample.touches(q_run, k_run) for sample in self.samples)
         return any(self._clip(q, k, 0, 0) for q, k in self._blocks(q_run, k_run))
 
+    def sight(self, q_run: Run) -> Run:
+        """Positions outside of which no query of `q_run` sees a key."""
+        return self._hull(q_run, self.lo, self.hi, AttentionMask.sight)
+
+    def reach(self, k_run: Run) -> Run:
+        """Positions outside of which no query sees a key of `k_run`."""
+        lo = None if self.hi is None else -self.hi
+        hi = None if self.lo is None else -self.lo
+        return self._hull(k_run, lo, hi, AttentionMask.reach)
+
     def remember(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """`compute()`, computed once for each key and kept as long as this mask."""
         if key not in self._memory:
@@ -298,6 +314,30 @@ class AttentionMask:
         """What makes two masks equal; dense tensors are compared by identity."""
         pairs = None if self.pairs is None else id(self.pairs)
         return self.lo, self.hi, self.spans, pairs, self.samples
+
+    def _hull(
+        self,
+        run: Run,
+        lo: int | None,
+        hi: int | None,
+        of_sample: Callable[[AttentionMask, Run], Run],
+    ) -> Run:
+        """From the first to the last position that the band and the documents connect to `run`."""
+        if self.samples is not None:
+            hulls = [of_sample(sample, run) for sample in self.samples]
+            return Run(min(hull.start for hull in hulls), max(hull.stop for hull in hulls))
+        start, stop = 0, sys.maxsize
+        if self.spans is not None:
+            first = bisect.bisect_right(self.spans, run.start, key=lambda span: span.stop)
+            last = bisect.bisect_left(self.spans, run.stop, key=lambda span: span.start)
+            if first >= last:
+                return Run(run.start, run.start)
+            start, stop = self.spans[first].start, self.spans[last - 1].stop
+        if lo is not None:
+            start = max(start, run.start + lo)
+        if hi is not None:
+            stop = min(stop, run.stop + hi)
+        return Run(start, stop)
 
     def _blocks(self, q_run: Run, k_run: Run) -> Iterator[tuple[Run, Run]]:
         """Pairs of sub-runs that lie in the same document."""

@@ -203,6 +203,30 @@ def test_touches_says_whether_some_pair_attends(
         assert mask.touches(q, k) == some
 
 
+@same_every_time
+@given(data=st.data(), seq_len=st.integers(1, 24), batch=st.integers(1, 2))
+def test_sight_and_reach_leave_out_nothing_that_attends(
+    data: st.DataObject, seq_len: int, batch: int
+) -> None:
+    mask = data.draw(masks(seq_len, batch))
+    run = Run(*data.draw(st.tuples(*[st.integers(0, seq_len)] * 2).map(sorted).filter(_not_empty)))
+    pairs = dense_pairs(mask, seq_len)
+    while pairs.dim() > 2:
+        pairs = pairs.any(0)
+    for hull, attending in (
+        (mask.sight(run), pairs[run.slice].any(0)),
+        (mask.reach(run), pairs[:, run.slice].any(1)),
+    ):
+        assert all(hull.start <= p < hull.stop for p in attending.nonzero().flatten().tolist())
+    if mask.samples is None and mask.pairs is None and mask.spans is not None:
+        inside = Run(mask.spans[0].start, mask.spans[0].stop) if mask.spans else Run(0, 1)
+        assert mask.sight(inside).length <= inside.length
+
+
+def _not_empty(pair: list[int]) -> bool:
+    return pair[0] < pair[1]
+
+
 @pytest.mark.parametrize("cp_size", [2, 3, 4, 8])
 def test_causal_zigzag_has_three_cases(cp_size: int) -> None:
     """Own keys: two triangles and a rectangle. Others: two rectangles, joined where they touch."""

@@ -73,8 +73,7 @@ def mask_of_pairs(masked: Tensor, *, causal: bool, window: Window | None) -> Att
 def packed_layout(cu_seqlens: Tensor, total: int, cp_size: int) -> SequenceLayout:
     """Where a packed stream's tokens are: the one rule for batches, positions and attention.
 
-    Every document in a zigzag of its own where all lengths are multiples of 2 * cp_size, which
-    balances the ranks; else the whole stream in one zigzag, which cuts documents anywhere.
+    Every document is in a zigzag of its own, which balances the ranks whatever the lengths are.
 
     Args:
         cu_seqlens: cumulative lengths, paddings included, `[documents + 1]`.
@@ -82,14 +81,12 @@ def packed_layout(cu_seqlens: Tensor, total: int, cp_size: int) -> SequenceLayou
         cp_size: number of ranks.
 
     Raises:
-        UsageError: the stream's length is not a multiple of 2 * cp_size.
+        UsageError: the stream's length is not a multiple of cp_size.
     """
 
     def compute() -> SequenceLayout:
         bounds = sorted({*_memory.integers(cu_seqlens), total})
-        if all((b - a) % (2 * cp_size) == 0 for a, b in itertools.pairwise(bounds)):
-            return SequenceLayout.zigzag_documents(bounds, cp_size)
-        return SequenceLayout.zigzag(total, cp_size)
+        return SequenceLayout.zigzag_documents(bounds, cp_size)
 
     return _memory.of(cu_seqlens, ("layout", total, cp_size), compute)
 

@@ -41,6 +41,8 @@ _START_TIMEOUT = 120.0
 # How long the other ranks may take to answer once one has failed: enough for ranks that fail alike.
 _GRACE = 2.0
 _STACK_TIMEOUT = 1.0
+# A signal that comes just before a wait does not end it: Python sees it when the wait is over.
+_LONGEST_WAIT = 1.0
 # The parent's deadline must come first, so that a hang is always reported as one.
 _COLLECTIVE_MARGIN = 60.0
 
@@ -203,8 +205,9 @@ class GlooPool:
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + timeout
         while pending:
-            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
+            remaining = deadline - time.monotonic()
+            ready = wait(list(pending), timeout=min(max(0.0, remaining), _LONGEST_WAIT))
+            if not ready and remaining <= 0:
                 break
             for connection in ready:
                 assert isinstance(connection, Connection)

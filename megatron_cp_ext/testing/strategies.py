@@ -37,8 +37,8 @@ def layouts(draw: st.DrawFn, cp_size: int, *, uneven: bool = False) -> SequenceL
     if kind == "contiguous":
         return SequenceLayout.contiguous(2 * cp_size * draw(chunk), cp_size)
     if kind == "documents":
-        lengths = [2 * cp_size * n for n in draw(st.lists(st.integers(1, 2), max_size=3))]
-        lengths = lengths or [2 * cp_size]
+        lengths = draw(st.lists(st.integers(1, 5 * cp_size), max_size=3))
+        lengths.append(cp_size * draw(st.integers(1, 3)) - sum(lengths) % cp_size)
         return SequenceLayout.zigzag_documents([0, *itertools.accumulate(lengths)], cp_size)
     owners = list(range(cp_size)) + draw(st.lists(st.integers(0, cp_size - 1), max_size=8))
     shards: list[list[Run]] = [[] for _ in range(cp_size)]
