@@ -89,7 +89,7 @@ def test_out_of_memory_in_a_hybrid(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_a_killed_rank_is_named_and_the_others_say_where_they_waited(
+def test_a_killed_rank_is_named_and_others_say_where_they_waited(
     tmp_path: Path, place: str
 ) -> None:
     failed, logs = fail(tmp_path, place, "kill")
