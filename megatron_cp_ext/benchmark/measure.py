@@ -138,7 +138,7 @@ def _measure_here(
         runs[LIMIT] = (lambda: (0.0, 0.0), single)
     for name in algorithms:
         groups = ContextParallelGroups.from_world(degrees.get(name, 1))
-        layout = SequenceLayout.zigzag(workload.seq_len, size)
+        layout = _layout(workload, size)
         runs[name] = (_prepare(workload, name, groups, layout, rank), groups)
 
     times: dict[str, list[Times]] = {name: [] for name in runs}
@@ -153,6 +153,14 @@ def _measure_here(
             if repeat > 0:
                 times[name].append((slowest[0].item(), slowest[1].item()))
     return times, sent
+
+
+def _layout(workload: Workload, size: int) -> SequenceLayout:
+    """What a training would use: packed documents are each in a zigzag of their own."""
+    if workload.mask.spans is None:
+        return SequenceLayout.zigzag(workload.seq_len, size)
+    stops = {span.stop for span in workload.mask.spans} | {workload.seq_len}
+    return SequenceLayout.zigzag_documents([0, *sorted(stops)], size)
 
 
 def _prepare(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from megatron_cp_ext.benchmark import Workload, measure
 from megatron_cp_ext.benchmark.measure import LIMIT
 from megatron_cp_ext.cli.bench import document_boundaries
 from megatron_cp_ext.cli.main import main
+from megatron_cp_ext.layout import SequenceLayout
 from megatron_cp_ext.mask import AttentionMask
+from megatron_cp_ext.planner.traffic import AttentionShape, attention_traffic
 
 ALGORITHMS = ("ring", "ulysses", "kvallgather", "hybrid")
 
@@ -31,6 +34,19 @@ def test_every_algorithm_is_timed_beside_one_rank() -> None:
     tokens, kv, bf16, fp32 = 128, 2 * 2 * 64, 2, 4
     forward_kv = backward_kv = tokens * kv * bf16
     assert measured[1].bytes_sent == forward_kv + backward_kv + tokens * kv * fp32
+
+
+def test_packed_documents_lie_as_in_a_training() -> None:
+    bounds = [0, 37, 40, 131, 256]
+    mask = AttentionMask.documents(bounds)
+    _, measured = measure(Workload(seq_len=256, mask=mask), ["ring"], ranks=2, repeats=1)
+    sent = attention_traffic(
+        AttentionShape(heads=8, kv_heads=2, qk_dim=64, v_dim=64),
+        SequenceLayout.zigzag_documents(bounds, 2),
+        mask,
+        algorithm="ring",
+    )
+    assert measured.bytes_sent == statistics.mean(each.forward + each.backward for each in sent)
 
 
 def test_the_command_prints_a_table_and_writes_json(
